@@ -1,0 +1,26 @@
+"""What carries plans out. `cpu_executor` and `cuda_executor` implement this, and so do the tests' simulated ones."""
+
+from typing import Protocol
+
+from model.step_plan import StepPlan, Ticket
+
+
+class Executor(Protocol):
+    """Owns the KV pool, the page tables' device copy, the rows' last tokens and settings, and the network.
+
+    Steps run in the order of submission. Steps overlap with the host: a caller submits step k + 1 before it has read the
+    result of step k.
+    """
+
+    frames: int  # frames in the pool
+    frame_bytes: int  # keys and values of one page, all layers
+    vocabulary: int  # rows of the output matrix
+    polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Enqueue one step and return at once."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is enqueued and release everything. Idempotent."""
+        ...

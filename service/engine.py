@@ -1,0 +1,298 @@
+"""The engine: one loop that schedules, submits, and commits the step before, while the device works.
+
+    messages ──▶ schedule ──▶ submit (step k + 1) ──▶ commit (step k) ──▶ token batches
+                 └─ host, microseconds ─┘              └─ waits for the device
+
+It owns the scheduler and, through it, all memory. Everything reaches it by messages (engine_client.py) and leaves it by
+events. A broken invariant or a step that raises ends it for good: every open Sequence is told, and the process exits.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from mm.addresses import FloatArray
+from model.executor import Executor
+from model.step_plan import StepPlan, StepResult, Ticket
+from service.engine_client import (
+    Cancel,
+    Ended,
+    EngineDied,
+    EngineSnapshot,
+    EngineState,
+    Event,
+    Finish,
+    Limits,
+    Message,
+    Submit,
+    TokenBatch,
+)
+from service.request import Sequence
+from service.scheduler import Committed, Scheduler
+
+IDLE_AUDIT_S = 1.0
+"""An engine that has been idle this long audits its memory once: never while a request could wait for it."""
+
+log = structlog.get_logger("pagewalk.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one committed step did. Times are seconds of the host; `wait_s` overlaps with the device."""
+
+    step: int
+    prefill_tokens: int
+    decode_tokens: int
+    sampled_tokens: int
+    gaps_s: FloatArray  # (N,) per token: since that Sequence's token before; NaN for first tokens
+    schedule_s: float
+    submit_s: float
+    wait_s: float
+    commit_s: float
+
+
+class EngineObserver(Protocol):
+    """Who counts (metrics.py). Called in the loop: must be quick."""
+
+    def step_ended(self, report: StepReport) -> None: ...
+    def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None: ...
+
+
+class FrontEnd(Protocol):
+    """Where a front end's events go."""
+
+    def deliver(self, event: Event) -> None: ...
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    ticket: Ticket
+    schedule_s: float
+    submit_s: float
+
+
+class Engine:
+    """Runs Sequences until `stop`. One per process and device."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        limits: Limits,
+        observer: EngineObserver,
+        *,
+        step_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.scheduler = scheduler
+        self.executor = executor
+        self.previous: _InFlight | None = None
+        self._observer = observer
+        self._clock = clock
+        self._step_timeout_s = step_timeout_s
+        self._front_ends: dict[int, FrontEnd] = {}
+        self._inbox: deque[tuple[int, Message]] = deque()
+        self._unread_submits = 0
+        self._wake = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
+        self._state: EngineState = "loading"
+        self._is_stopping = False
+        self._started_s = self._progress_s = clock()
+        self._step = 0
+
+    # --- the loop
+
+    async def run(self) -> None:
+        """Step until stopped; then return. Raises what broke the engine, after every front end has been told."""
+        try:
+            while not self._is_stopping:
+                if not self._inbox and not self.scheduler.has_work:
+                    await self._idle()
+                else:
+                    await self.step()
+        except BaseException as error:
+            self._die(error)
+            raise
+        finally:
+            self._waiter.shutdown(wait=False)
+
+    async def step(self) -> None:
+        """One turn. The plan is built and submitted while the device runs the one before it."""
+        self._read_messages()
+        started = self._clock()
+        plan = self.scheduler.schedule(started)
+        scheduled = self._clock()
+        submitted = None
+        if plan is not None:
+            ticket = self.executor.submit(plan)
+            submitted = _InFlight(plan, ticket, scheduled - started, self._clock() - scheduled)
+        elif self.previous is None and self.scheduler.has_work:
+            raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
+        if self.previous is not None:
+            await self._commit(self.previous)
+        self.previous = submitted
+
+    async def _commit(self, step: _InFlight) -> None:
+        began = self._clock()
+        result = await self._wait(step.ticket)
+        now = self._clock()
+        committed = self.scheduler.commit(result, now)
+        self._publish(step.plan.step, committed)
+        for sequence, ended in committed.ended:
+            self._observer.sequence_ended(sequence, ended, now)
+        self._progress_s = now
+        self._step = step.plan.step
+        self._observer.step_ended(
+            StepReport(
+                step=step.plan.step,
+                prefill_tokens=len(step.plan.token_ids) - step.plan.decodes,
+                decode_tokens=step.plan.decodes,
+                sampled_tokens=len(committed.tokens),
+                gaps_s=committed.gaps_s,
+                schedule_s=step.schedule_s,
+                submit_s=step.submit_s,
+                wait_s=now - began,
+                commit_s=self._clock() - now,
+            )
+        )
+
+    async def _wait(self, ticket: Ticket) -> StepResult:
+        """Let the event loop run until the step is done: poll where steps are short, else wait in a thread."""
+        await asyncio.sleep(0)  # front ends get a turn each step, however fast the device is
+        for _ in range(self.executor.polls):
+            if ticket.is_done():
+                return ticket.wait()
+            await asyncio.sleep(0)
+        if ticket.is_done():
+            return ticket.wait()
+        return await asyncio.get_running_loop().run_in_executor(self._waiter, ticket.wait)
+
+    async def _idle(self) -> None:
+        """Sleep until a message comes; meanwhile, once, check that the books balance."""
+        self._is_idle.set()
+        try:
+            await asyncio.wait_for(self._wake.wait(), IDLE_AUDIT_S)
+        except TimeoutError:
+            self.scheduler.memory.check_invariants()
+            await self._wake.wait()
+        self._wake.clear()
+        self._progress_s = self._clock()
+
+    # --- messages in, events out
+
+    def connect(self, front_end: int, receiver: FrontEnd) -> None:
+        """From now on `receiver` gets what concerns Sequences of `front_end`."""
+        self._front_ends[front_end] = receiver
+
+    def post(self, front_end: int, message: Message) -> None:
+        """Hand in a message; it is read before the next step. In the engine's event loop only."""
+        self._inbox.append((front_end, message))
+        self._unread_submits += isinstance(message, Submit)
+        self._wake.set()
+        self._is_idle.clear()
+
+    def _read_messages(self) -> None:
+        while self._inbox:
+            front_end, message = self._inbox.popleft()
+            now = self._clock()
+            if isinstance(message, Submit):
+                self._unread_submits -= 1
+                self.scheduler.add(Sequence.from_submit(message, front_end, now))
+                continue
+            sequence = self.scheduler.find((front_end, message.sequence_id))
+            if sequence is None:
+                continue  # it ended while the message was on its way
+            match message:
+                case Cancel():
+                    ended = self.scheduler.end(sequence, "abort", now)
+                case Finish(at=at):
+                    ended = self.scheduler.end(sequence, "stop", now, output=at)
+            self._deliver(front_end, TokenBatch(self._step, [], [], [ended]))
+            self._observer.sequence_ended(sequence, ended, now)
+
+    def _publish(self, step: int, committed: Committed) -> None:
+        """One token batch to each front end that the step concerns."""
+        for front_end in self._front_ends:
+            mine = committed.front_ends == front_end
+            ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
+            if mine.any() or ended:
+                ids, tokens = committed.sequence_ids[mine].tolist(), committed.tokens[mine].tolist()
+                self._deliver(front_end, TokenBatch(step, ids, tokens, ended))
+
+    def _deliver(self, front_end: int, event: Event) -> None:
+        if (receiver := self._front_ends.get(front_end)) is not None:
+            receiver.deliver(event)
+
+    # --- states
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue, with those whose messages have not been read."""
+        return len(self.scheduler.waiting) + self._unread_submits
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether steps complete, or would: not dead, and no step is overdue while there is work."""
+        if self._state == "dead":
+            return False
+        has_work = self.scheduler.has_work or bool(self._inbox)
+        return not has_work or self._clock() - self._progress_s < self._step_timeout_s
+
+    def open(self) -> None:
+        """Weights are loaded and a first generation has run: admit requests."""
+        if self._state == "loading":
+            self._state = "ready"
+
+    def drain(self) -> None:
+        """Admit nothing more; what runs goes on."""
+        if self._state in ("loading", "ready"):
+            self._state = "draining"
+
+    async def drained(self) -> None:
+        """Wait until nothing is left to run, or ever will."""
+        await self._is_idle.wait()
+
+    def stop(self, message: str = "the server is stopping") -> None:
+        """End every open Sequence with an error, and let `run` return after the current step."""
+        if self._state != "dead":
+            self._state = "draining"
+            for receiver in self._front_ends.values():
+                receiver.deliver(EngineDied(message))
+        self._is_stopping = True
+        self._wake.set()
+
+    def _die(self, error: BaseException) -> None:
+        self._state = "dead"
+        self._is_idle.set()
+        if not isinstance(error, asyncio.CancelledError):
+            log.error("engine died", exc_info=error)
+        for receiver in self._front_ends.values():
+            receiver.deliver(EngineDied("the engine has stopped because of an internal error"))
+
+    def snapshot(self) -> EngineSnapshot:
+        """One consistent view, between two steps."""
+        memory = self.scheduler.memory
+        return EngineSnapshot(
+            state=self._state,
+            step=self._step,
+            uptime_s=self._clock() - self._started_s,
+            running=len(self.scheduler.running),
+            waiting=self.waiting,
+            preemptions=self.scheduler.preemptions,
+            memory=memory.information(),
+            counters=memory.counters(),
+            frame_bytes=self.executor.frame_bytes,
+        )

@@ -1,0 +1,201 @@
+"""The only way to the engine: submit, cancel, finish; and one token batch a step back. All are msgspec messages.
+
+Front ends and engine share one process today and may be different processes tomorrow, so nothing but these messages
+passes between them: no object is shared, and every message survives an encode and decode (a test holds that).
+
+A *front end* numbers its Sequences itself (`sequence_id`, unique in that front end).
+"""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from mm import EventCounters, MemoryInformation
+from model.step_plan import SamplingParameters
+from service.errors import Draining, EngineDead, Loading, QueueFull
+
+EndReason = Literal["stop", "length", "abort", "error"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Run one Sequence. What can never fit has been refused before, by the front end (`Limits`)."""
+
+    sequence_id: int
+    request_id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    sampling: SamplingParameters
+    end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
+    tenant: str = "default"
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The client has left, or the request was aborted: release everything. Ignored if it has ended."""
+
+    sequence_id: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The front end found a text stop: the Sequence ends after its first `at` tokens; later ones were never made."""
+
+    sequence_id: int
+    at: int
+
+
+Message = Submit | Cancel | Finish
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A Sequence ended, with its numbers. Times are seconds of the engine's monotonic clock."""
+
+    sequence_id: int
+    reason: EndReason
+    message: str = ""  # for reason "error": what to tell the client
+    end_token: int = -1  # the end id that was sampled, for reason "stop"
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
+    """What one step brought to one front end: sequence_ids[i] got the token tokens[i]; then `ended`."""
+
+    step: int
+    sequence_ids: list[int]
+    tokens: list[int]
+    ended: list[Ended] = []
+
+
+class EngineDied(msgspec.Struct, frozen=True, tag="died"):
+    """The engine has stopped for good: every open Sequence is lost."""
+
+    message: str
+
+
+Event = TokenBatch | EngineDied
+EngineState = Literal["loading", "ready", "draining", "dead"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a front end checks before it submits."""
+
+    max_model_len: int  # prompt + output of one Sequence
+    max_request_tokens: int  # the same, as far as the whole KV pool can hold it; the smaller of both counts
+    max_waiting: int  # Sequences in the queue; more are refused with QueueFull
+    vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """The engine between two steps."""
+
+    state: EngineState
+    step: int
+    uptime_s: float
+    running: int
+    waiting: int
+    preemptions: int
+    memory: MemoryInformation
+    counters: EventCounters
+    frame_bytes: int
+
+
+class EnginePort(Protocol):
+    """What an engine offers to a client in the same process."""
+
+    limits: Limits
+
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def is_alive(self) -> bool: ...
+    @property
+    def waiting(self) -> int: ...
+    def post(self, front_end: int, message: Message) -> None: ...
+    def snapshot(self) -> EngineSnapshot: ...
+
+
+class TokenSink(Protocol):
+    """Where a client puts what arrives for one Sequence (token_stream.py)."""
+
+    def put(self, tokens: int | list[int]) -> None: ...
+    def end(self, ended: Ended) -> None: ...
+    def fail(self, message: str) -> None: ...
+
+
+class LocalEngineClient:
+    """The client of a front end that shares the engine's process and event loop."""
+
+    def __init__(self, engine: EnginePort, front_end: int = 0) -> None:
+        self._engine = engine
+        self._front_end = front_end
+        self._sinks: dict[int, TokenSink] = {}
+        self._last_id = 0
+
+    @property
+    def limits(self) -> Limits:
+        return self._engine.limits
+
+    @property
+    def state(self) -> EngineState:
+        return self._engine.state
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine completes steps, or is idle and able to."""
+        return self._engine.is_alive
+
+    @property
+    def open_sequences(self) -> int:
+        return len(self._sinks)
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._engine.snapshot()
+
+    def next_sequence_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def check_admission(self, sequences: int) -> None:
+        """Raise Loading, Draining, EngineDead or QueueFull if `sequences` more would not be admitted now."""
+        match self.state:
+            case "loading":
+                raise Loading("the model is loading")
+            case "draining":
+                raise Draining("the server is about to stop")
+            case "dead":
+                raise EngineDead("the engine has stopped")
+        waiting, limit = self._engine.waiting, self.limits.max_waiting
+        if waiting + sequences > limit:
+            raise QueueFull(f"{waiting} requests are waiting, the limit is {limit}: try again later", retry_after_s=1)
+
+    def submit(self, message: Submit, sink: TokenSink) -> None:
+        """Start a Sequence; its tokens go to `sink` until it ends. Raises what `check_admission` raises."""
+        self.check_admission(1)
+        self._sinks[message.sequence_id] = sink
+        self._engine.post(self._front_end, message)
+
+    def cancel(self, sequence_id: int) -> None:
+        """Give up a Sequence. Nothing reaches its sink any more. Idempotent."""
+        if self._sinks.pop(sequence_id, None) is not None:
+            self._engine.post(self._front_end, Cancel(sequence_id))
+
+    def finish(self, sequence_id: int, at: int) -> None:
+        """End a Sequence after its first `at` tokens: a text stop was found. Its sink still gets `end`."""
+        if sequence_id in self._sinks:
+            self._engine.post(self._front_end, Finish(sequence_id, at))
+
+    def deliver(self, event: Event) -> None:
+        """Called by the engine, in its event loop."""
+        if isinstance(event, EngineDied):
+            sinks, self._sinks = self._sinks, {}
+            for lost in sinks.values():
+                lost.fail(event.message)
+            return
+        for sequence_id, token in zip(event.sequence_ids, event.tokens, strict=True):
+            if (sink := self._sinks.get(sequence_id)) is not None:
+                sink.put(token)
+        for ended in event.ended:
+            if (sink := self._sinks.pop(ended.sequence_id, None)) is not None:
+                sink.end(ended)
