@@ -185,7 +185,6 @@ class Engine:
             self.scheduler.memory.check_invariants()
             await self._wake.wait()
         self._wake.clear()
-        self._progress_s = self._clock()
 
     # --- messages in, events out
 
@@ -195,6 +194,8 @@ class Engine:
 
     def post(self, front_end: int, message: Message) -> None:
         """Hand in a message; it is read before the next step. In the engine's event loop only."""
+        if not self._inbox and not self.scheduler.has_work:
+            self._progress_s = self._clock()  # until now there was nothing to be late with
         self._inbox.append((front_end, message))
         self._unread_submits += isinstance(message, Submit)
         self._wake.set()

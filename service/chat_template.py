@@ -1,0 +1,149 @@
+"""A model's chat template: messages to one text, in Jinja's sandbox, as transformers renders it.
+
+Templates come with models from anywhere, so they run without access to Python's internals and see plain JSON only.
+What a template may use beyond plain Jinja is what transformers gives it: `raise_exception`, `strftime_now`, a `tojson`
+that leaves HTML alone, loop controls, and `{% generation %}` blocks (which mark text for training and print it here).
+Source: transformers, `utils/chat_template_utils.py`; tests compare the ids.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from service.errors import BadRequest, quoted
+
+Message = dict[str, Any]
+
+END_OF_FINAL = "\uf8ffEND_OF_FINAL_MESSAGE "
+"""Stands behind the message to be continued while the template runs. The space tells whether the template trims."""
+
+
+class TemplateNotUsable(Exception):
+    """The template has a syntax error, or there are several and no default."""
+
+
+class ChatTemplate:
+    """One compiled template, and the one for chats with tools where the model has two."""
+
+    def __init__(self, source: str, with_tools: str | None = None) -> None:
+        self.source = source
+        self._plain = _compile(source)
+        self._with_tools = self._plain if with_tools is None else _compile(with_tools)
+        # `developer` is the newer name of the system role; templates from before it know `system` only.
+        self._knows_developer = "developer" in source
+
+    @classmethod
+    def load(cls, folder: Path, config: dict[str, Any], override: str | None = None) -> "ChatTemplate | None":
+        """The template of a model folder, by precedence: override, chat_template.jinja, tokenizer_config.json.
+
+        config: the content of tokenizer_config.json. Raises TemplateNotUsable.
+        """
+        if override is not None:
+            return cls(override)
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            named = {file.stem: file.read_text("utf-8") for file in folder.glob("additional_chat_templates/*.jinja")}
+            return cls(path.read_text("utf-8"), named.get("tool_use"))
+        given = config.get("chat_template")
+        if isinstance(given, list):  # older models: a list of named templates
+            given = {entry["name"]: entry["template"] for entry in given}
+        if isinstance(given, dict):
+            if "default" not in given:
+                raise TemplateNotUsable(f"the model has the chat templates {sorted(given)} and none named default")
+            return cls(given["default"], given.get("tool_use"))
+        return None if given is None else cls(given)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """The prompt text. Raises BadRequest with the template's own words if it refuses the messages."""
+        if not messages:
+            raise BadRequest("messages must hold at least one message.", param="messages")
+        # Clients send null for what they leave out. Templates handle a missing key, and print "None" for null.
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        for message in chat:
+            message.setdefault("content", "")
+            if message.get("role") == "developer" and not self._knows_developer:
+                message["role"] = "system"
+        final = chat[-1]["content"]
+        if continue_final_message:
+            if not isinstance(final, str):
+                raise BadRequest("continue_final_message needs a last message of text.", param="continue_final_message")
+            chat[-1]["content"] = final + END_OF_FINAL
+        template = self._with_tools if tools else self._plain
+        given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = template.render({**variables, **given})
+        except Exception as error:
+            # Any exception: the template is a program of somebody else's, run on a client's data.
+            reason = error.message if isinstance(error, jinja2.TemplateError) and error.message else str(error)
+            raise BadRequest(
+                f"The model's chat template refuses these messages: {quoted(reason, 500)}", param="messages"
+            ) from error
+        return _cut_at_end_of_final(text, final) if continue_final_message else text
+
+
+def _cut_at_end_of_final(text: str, final: str) -> str:
+    at = text.rfind(END_OF_FINAL.rstrip())
+    if at < 0 or final.strip() not in text:
+        raise BadRequest(
+            "The model's chat template leaves out parts of the last message, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    # A template that trims messages has eaten the mark's space, and would eat the message's own last spaces too.
+    return text[:at] if text.startswith(END_OF_FINAL, at) else text[:at].rstrip()
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` prints what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateNotUsable(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().astimezone().strftime(format)

@@ -1,0 +1,205 @@
+"""The errors of the service and their HTTP form.
+
+    PagewalkError                500  InternalServerError
+    ├── BadRequest               400  BadRequestError          malformed, out of range, can never fit
+    ├── NotImplementedYet        400  NotImplementedError      known to the API, not served by this version
+    ├── AuthenticationError      401  AuthenticationError
+    ├── PermissionDenied         403  PermissionDeniedError
+    ├── NotFound                 404  NotFoundError
+    ├── MethodNotAllowed         405  MethodNotAllowed         with the Allow header
+    ├── PayloadTooLarge          413  PayloadTooLarge
+    ├── UnsupportedMediaType     415  UnsupportedMediaType
+    ├── ExpectationFailed        417  ExpectationFailed
+    ├── QueueFull                429  RateLimitError           with Retry-After
+    ├── InternalError            500  InternalServerError
+    └── ServiceUnavailable       503  ServiceUnavailableError  with Retry-After
+        ├── Loading                   the weights are not there yet
+        ├── Draining                  the server is about to stop
+        └── EngineDead                the engine has stopped for good
+
+A message is written for the client: it carries the numbers, never a Python name or a traceback, is at most 1,000
+characters long and echoes at most 200 characters of the client's input (`quoted`). `str(error)` is that message.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+MESSAGE_LIMIT = 1000
+ECHO_LIMIT = 200
+
+
+def quoted(value: object, limit: int = ECHO_LIMIT) -> str:
+    """A client's value as it may stand in a message: JSON form, cut at `limit` characters, one line."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """The `error` object on the wire."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorObject
+
+
+class PagewalkError(Exception):
+    """Something that is told to a client. `param` is the field of the request that is to blame, if one is."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message if len(message) <= MESSAGE_LIMIT else f"{message[: MESSAGE_LIMIT - 1]}…")
+        self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that go with the status."""
+        return {}
+
+    def body(self) -> bytes:
+        """The JSON body, one line."""
+        return msgspec.json.encode(ErrorBody(ErrorObject(str(self), self.type, self.param, self.status)))
+
+
+class BadRequest(PagewalkError):
+    """The request is malformed or asks for what can never be done. Trying again cannot help."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class NotImplementedYet(PagewalkError):
+    """The API names this field or route, but this version does not serve it; clients are told not to retry."""
+
+    status = 400
+    type = "NotImplementedError"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class AuthenticationError(PagewalkError):
+    """No key, or one that nobody has."""
+
+    status = 401
+    type = "AuthenticationError"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class PermissionDenied(PagewalkError):
+    """A good key that does not open this door."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
+class NotFound(PagewalkError):
+    """Unknown path or model."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class MethodNotAllowed(PagewalkError):
+    """The path exists; the method does not."""
+
+    status = 405
+    type = "MethodNotAllowed"
+
+    def __init__(self, message: str, *, allow: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allow = tuple(sorted(allow))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Allow": ", ".join(self.allow)}
+
+
+class PayloadTooLarge(PagewalkError):
+    """The body is over the limit, and was not read to its end."""
+
+    status = 413
+    type = "PayloadTooLarge"
+
+
+class UnsupportedMediaType(PagewalkError):
+    """The body is not JSON in UTF-8."""
+
+    status = 415
+    type = "UnsupportedMediaType"
+
+
+class ExpectationFailed(PagewalkError):
+    """An Expect header other than 100-continue."""
+
+    status = 417
+    type = "ExpectationFailed"
+
+
+class QueueFull(PagewalkError):
+    """As many requests wait as may wait."""
+
+    status = 429
+    type = "RateLimitError"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after_s)}
+
+
+class InternalError(PagewalkError):
+    """A fault of this server."""
+
+
+class ServiceUnavailable(PagewalkError):
+    """Nothing is wrong with the request; the server cannot take it now."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after_s)}
+
+
+class Loading(ServiceUnavailable):
+    """The model is being loaded or warmed up."""
+
+    def __init__(self, message: str = "The model is still loading.", *, retry_after_s: int = 5) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class Draining(ServiceUnavailable):
+    """The server finishes what runs, admits nothing more and then stops."""
+
+    def __init__(self, message: str = "The server is shutting down.", *, retry_after_s: int = 10) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class EngineDead(ServiceUnavailable):
+    """The engine has stopped for good; the process will be replaced."""
+
+    def __init__(self, message: str = "The engine has stopped.", *, retry_after_s: int = 10) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)

@@ -1,0 +1,73 @@
+"""Server-sent events: framing, the status line, keep-alive comments.
+
+An event is `data: ` + one line of JSON + a blank line, never `event:` or `id:` lines. The status line goes out with the
+first bytes written, so whatever fails before is a plain HTTP error. After `keep_alive_s` of silence, also before the
+first event, a comment goes out: proxies and clients give up on a silent connection.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+
+from service.errors import PagewalkError
+
+DATA = b"data: "
+END = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold events back
+}
+
+
+def error_event(error: PagewalkError) -> bytes:
+    """An error after the status line."""
+    return DATA + error.body() + END
+
+
+class EventStream:
+    """The answer of one streamed request. Use it as a context manager: the timer ends with it."""
+
+    def __init__(
+        self, request: web.Request, *, headers: dict[str, str], keep_alive_s: float, wake: Callable[[], None]
+    ) -> None:
+        """`wake` lets the handler return from whatever it waits on; it then calls `keep_alive`."""
+        self.response = web.StreamResponse(headers=HEADERS | headers)
+        self.is_started = False  # the status line is out
+        self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()
+        self._timer = self._loop.call_later(keep_alive_s, self._check_silence)
+
+    def __enter__(self) -> "EventStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def write(self, data: bytes) -> None:
+        """Send whole events in one write; waits while the client lags. Raises ConnectionResetError if it has left."""
+        if not self.is_started:
+            self.is_started = True
+            await self.response.prepare(self._request)
+        await self.response.write(data)
+        self._written_s = self._loop.time()
+
+    async def keep_alive(self) -> None:
+        """Send a comment if nothing was sent for a while."""
+        if self._loop.time() - self._written_s >= self._keep_alive_s:
+            await self.write(KEEP_ALIVE)
+
+    def _check_silence(self) -> None:
+        # One timer per stream, set again when it fires: an event costs no timer.
+        due = self._written_s + self._keep_alive_s
+        if self._loop.time() >= due:
+            self._wake()
+            due = self._loop.time() + self._keep_alive_s
+        self._timer = self._loop.call_at(due, self._check_silence)

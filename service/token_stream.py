@@ -1,0 +1,141 @@
+"""The queue between the engine's client and one HTTP handler.
+
+A handler makes one Inbox and, for every Sequence of its request, one TokenStream that reports to it. The client of the
+engine fills streams (`put`, `end`, `fail`); the handler waits on the Inbox and takes from the streams that have
+something. Closing a stream that has not ended cancels its Sequence, so a handler that leaves for whatever reason leaves
+nothing running.
+
+Everything here happens on one event loop, in one thread: no locks. A slow reader costs memory only for ids of tokens,
+and the engine makes at most `max_tokens` of them per Sequence; what waits is taken at once.
+
+    client ── put/end/fail ──▶ TokenStream ──(first news)──▶ Inbox ── next_ready ──▶ handler ── take ──▶ tokens, ended
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from service.engine_client import Ended
+from service.errors import EngineDead
+
+
+class TokenChunk(NamedTuple):
+    """What a stream held when it was read: the tokens since the last read, and the end if that was it."""
+
+    tokens: list[int]
+    ended: Ended | None
+
+
+class Inbox:
+    """What one handler waits on: which of its streams have news."""
+
+    __slots__ = ("_ready", "_waiter")
+
+    def __init__(self) -> None:
+        self._ready: deque[TokenStream] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Let `next_ready` return, with an empty list if no stream has news."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def add(self, stream: "TokenStream") -> None:
+        """Called by a stream with its first news since it was read."""
+        self._ready.append(stream)
+        self.wake()
+
+    async def next_ready(self) -> "list[TokenStream]":
+        """The streams with news, in order of arrival. Waits for some, or for `wake`. One reader at a time."""
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
+
+class TokenStream:
+    """The tokens of one Sequence on their way to one handler.
+
+    `end` comes in the same turn of the event loop as the `put` of the last token: whoever reads that token also reads
+    how the Sequence ended, and knows an end token when it sees one.
+    """
+
+    __slots__ = ("_cancel", "_ended", "_failure", "_inbox", "_is_listed", "_is_over", "_tokens")
+
+    def __init__(self, cancel: Callable[[], None] | None = None, inbox: Inbox | None = None) -> None:
+        """`cancel` is called once, by `close`, if the Sequence has not ended by then."""
+        self._cancel = cancel
+        self._inbox = Inbox() if inbox is None else inbox
+        self._tokens: list[int] = []
+        self._ended: Ended | None = None
+        self._failure: str | None = None
+        self._is_listed = False  # in the inbox, not read yet
+        self._is_over = False  # ended, failed or closed: nothing is left to cancel
+
+    # -- the engine's client
+
+    def put(self, tokens: int | list[int]) -> None:
+        """Add tokens. What arrives after the end or after `close` is dropped."""
+        if self._is_over:
+            return
+        if isinstance(tokens, int):
+            self._tokens.append(tokens)
+        else:
+            self._tokens.extend(tokens)
+        self._report()
+
+    def end(self, ended: Ended) -> None:
+        """The Sequence ended. Dropped after `close`."""
+        if self._is_over:
+            return
+        self._ended = ended
+        self._is_over = True
+        self._report()
+
+    def fail(self, message: str) -> None:
+        """The engine is gone, and the Sequence with it. `message` is for the client."""
+        if self._is_over:
+            return
+        self._failure = message
+        self._is_over = True
+        self._report()
+
+    def _report(self) -> None:
+        if not self._is_listed:
+            self._is_listed = True
+            self._inbox.add(self)
+
+    # -- the handler
+
+    def take(self) -> TokenChunk:
+        """Everything that waits. Raises EngineDead once the tokens before a failure have been taken."""
+        self._is_listed = False
+        tokens, self._tokens = self._tokens, []
+        if self._failure is not None:
+            if not tokens:
+                raise EngineDead(self._failure)
+            self._report()  # the failure is the next news
+            return TokenChunk(tokens, None)
+        return TokenChunk(tokens, self._ended)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        """Chunks until the end, for a stream with an inbox of its own. Raises EngineDead."""
+        while True:
+            for stream in await self._inbox.next_ready():
+                chunk = stream.take()
+                yield chunk
+                if chunk.ended is not None:
+                    return
+
+    def close(self) -> None:
+        """Nobody reads any more: cancel the Sequence unless it is over. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            if self._cancel is not None:
+                self._cancel()

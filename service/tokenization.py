@@ -1,0 +1,435 @@
+"""Text to token ids and back: encoding, chat prompts, incremental decoding, stop strings.
+
+Owns the `tokenizers` object of the model. Three promises:
+
+1. Encoding lets go of the GIL, so a long text in a worker thread does not stop the event loop (`encode_async`).
+2. In a chat, what a client wrote never becomes a control token (control_tokens.py). Plain completions may write them:
+   that is how a client prompts a model by hand.
+3. `Detokenizer`: what `push` and `flush` return, joined, is the text of all ids decoded at once. Streamed and
+   non-streamed answers are both made by it, so they are equal also where a tokenizer's own decoding is not additive
+   (runs of byte tokens that are no valid UTF-8, in the sentence-piece kind).
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
+
+from service.chat_template import ChatTemplate, Message, TemplateNotUsable
+from service.control_tokens import ControlTokens, strings_in
+from service.errors import BadRequest
+
+OFF_LOOP_CHARACTERS = 8_192
+"""Texts longer than this are encoded in a worker thread: about 2 ms of work, against 0.1 ms for the hand-over."""
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerNotUsable(Exception):
+    """The model's tokenizer files are missing or contradict themselves; the message says which and how."""
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable after `load`, and safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: ChatTemplate | None) -> None:
+        self.backend = backend
+        self.template = template
+        self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
+        self._config = config
+        self._named = {name: text for name in NAMED_TOKENS if (text := _content(config.get(name))) is not None}
+        spec = msgspec.json.decode(backend.to_str())
+        self._longest_token_bytes = _longest_token_bytes(spec)
+        self._control = ControlTokens(backend, spec)
+        # One thread: two long prompts take turns, so a burst of them leaves a core for the engine.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, folder: Path, chat_template: str | None = None) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
+
+        chat_template: the text of a template to use in place of the model's own.
+        Raises TokenizerNotUsable.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerNotUsable(f"{folder} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerNotUsable(f"{path} cannot be read: {error}") from error
+        config = _read_config(folder)
+        # Files carry over what training used: neither may shorten or lengthen a prompt here.
+        backend.no_truncation()
+        backend.no_padding()
+        _add_configured_tokens(backend, config)
+        _apply_begin_and_end_flags(backend, config)
+        try:
+            template = ChatTemplate.load(folder, config, chat_template)
+        except TemplateNotUsable as error:
+            raise TokenizerNotUsable(str(error)) from error
+        return cls(backend, config, template)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The end token of the tokenizer's own files; the model's configuration may name more."""
+        token = self._named.get("eos_token")
+        token_id = None if token is None else self.backend.token_to_id(token)
+        return () if token_id is None else (token_id,)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a plain text; control tokens written in it are taken as such. Raises BadRequest."""
+        return _encode(self.backend, text, add_special_tokens=add_special_tokens)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the text's tokens that costs nothing, so that hopeless prompts are refused untokenized."""
+        return 0 if self._longest_token_bytes is None else len(text) // self._longest_token_bytes
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Like `encode`, off the event loop for long texts."""
+        if len(text) <= OFF_LOOP_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._worker, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat, exactly those that the template gives: no start token is added to them.
+
+        kwargs: further variables for the template. Raises BadRequest: no template, the template's own refusal.
+        """
+        if self.template is None:
+            raise BadRequest(
+                "This model has no chat template, so it cannot answer chats: use /v1/completions, or start the server "
+                "with --chat-template FILE.",
+                param="messages",
+            )
+        given: dict[str, Any] = {"messages": list(messages), "tools": tools or None, "kwargs": kwargs or {}}
+        mark = self._control.mark_for(given)
+        if mark is not None:
+            try:
+                given = mark.everywhere(given)
+            except RecursionError:
+                raise BadRequest("The messages are nested too deeply.", param="messages") from None
+        text = self.template.render(
+            given["messages"],
+            tools=given["tools"],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self._named, **given["kwargs"]},
+        )
+        if mark is None:
+            return self.encode(text, add_special_tokens=False)
+        return _encode(self._control.private, mark.to_private_names(text), add_special_tokens=False)
+
+    async def render_chat_async(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Like `render_chat`, off the event loop for long chats."""
+
+        def render() -> list[int]:
+            return self.render_chat(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                kwargs=kwargs,
+            )
+
+        size = sum(map(len, strings_in([list(messages), tools, kwargs]))) + 64 * len(messages)
+        if size <= OFF_LOOP_CHARACTERS:
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, render)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids, decoded at once. Ids without a token (padding rows of the output matrix) have none."""
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> "Detokenizer":
+        """Incremental decoding of one Sequence's output."""
+        return Detokenizer(self.backend, skip=self._control.ids if skip_special_tokens else frozenset())
+
+    def token_strings(self, ids: Iterable[int]) -> list[str]:
+        """The vocabulary's own spelling of each id ("Ġthe"), empty for ids without a token."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in ids]
+
+    def info(self) -> dict[str, Any]:
+        """What GET /tokenizer_info answers: the fields of tokenizer_config.json that say how text becomes ids."""
+        fields = ("add_bos_token", "add_eos_token", "additional_special_tokens", "clean_up_tokenization_spaces")
+        return {
+            "tokenizer_class": self._config.get("tokenizer_class", "PreTrainedTokenizerFast"),
+            **{name: self._named.get(name) for name in NAMED_TOKENS},
+            **{name: self._config[name] for name in fields if name in self._config},
+            "chat_template": None if self.template is None else self.template.source,
+        }
+
+    def close(self) -> None:
+        """Let the worker thread end. Idempotent."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+class Detokenizer:
+    """Turns one Sequence's ids into text as they come, a whole character at a time.
+
+    `DecodeStream` decodes a short window of ids again with each new one, which keeps leading spaces right in both kinds
+    of tokenizer. Two things are added to it. It holds back text that ends in U+FFFD, as an unfinished character does,
+    so its window grows with a run of invalid bytes: every `WINDOW` ids the part that can no longer change is let go.
+    And it has no end: `flush` gives what was held back.
+    """
+
+    WINDOW = 32
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip: frozenset[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._context: list[int] = []  # ids of the last text given out: leading spaces depend on them
+        self._held: list[int] = []  # ids whose text has not been given out
+
+    def push(self, token_id: int) -> str:
+        """The text that became complete with this id, perhaps empty."""
+        if token_id in self._skip:
+            return ""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # noqa: BLE001 - the library raises plain Exception: the window decodes to other text than before
+            # Byte tokens next to each other decode as one run: one invalid byte changes what was already given out.
+            return self._give_out(self._held, rest=[])
+        if text is not None:
+            self._context, self._held = self._held, []
+            return text
+        if len(self._held) % self.WINDOW == 0:
+            return self._let_go()
+        return ""
+
+    def flush(self) -> str:
+        """The text still held back; an unfinished character is U+FFFD. The Sequence has ended."""
+        return self._give_out(self._held, rest=[]) if self._held else ""
+
+    def _let_go(self) -> str:
+        """Give out held text but for what may still begin a character: 3 bytes at most, so 3 ids at most."""
+        whole = self._decode(self._held)
+        for count in range(1, 4):
+            settled, rest = self._held[:-count], self._held[-count:]
+            # An unfinished character cut in two would be two U+FFFD; whole, it is one.
+            if whole and self._decode(settled) + self._decode(rest) == whole:
+                return self._give_out(settled, rest=rest)
+        return ""
+
+    def _give_out(self, ids: list[int], *, rest: list[int]) -> str:
+        """The text of `ids`, which follow the context; `rest` stays held."""
+        before, text = self._decode(self._context), self._decode(self._context + ids)
+        text = text[len(before) :] if text.startswith(before) else self._decode(ids)
+        self._context, self._held = ids, rest
+        self._stream = DecodeStream(ids=None if rest else ids, skip_special_tokens=False)
+        for token_id in rest:
+            self._stream.step(self._backend, token_id)
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+
+class StopResult(NamedTuple):
+    """What may be sent on, whether a stop string was found in it, and which."""
+
+    text: str
+    stopped: bool
+    which: str | None
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in text that comes in pieces, and holds back what may become one.
+
+    The stop that is complete first in the text wins; of several that are complete at the same character, the longest.
+    Generation ends there, so what a stop string could have become with more text never matters, and the result does not
+    depend on where the pieces end. An Aho-Corasick automaton: each character is looked at once, however many stops.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        assert all(stops), "an empty stop string is refused before"
+        self._include = include
+        self._held = ""  # the longest end of the text so far that begins a stop
+        self._found: str | None = None
+        self._state = 0
+        self._next: list[dict[str, int]] = [{}]  # per state: character -> state
+        self._depth = [0]  # per state: characters of a stop that it stands for
+        self._stop: list[str | None] = [None]  # per state: the longest stop that ends there
+        self._shorter = [0]  # per state: the state of its longest proper suffix
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._begins = re.compile("[" + "".join(map(re.escape, sorted(self._next[0]))) + "]") if stops else None
+
+    def push(self, text: str) -> StopResult:
+        """Take the next piece. After a stop was found, nothing more is given."""
+        if self._begins is None:
+            return StopResult(text, stopped=False, which=None)
+        if self._found is not None:
+            return StopResult("", stopped=True, which=self._found)
+        state, at, end = self._state, 0, len(text)
+        while at < end:
+            if state == 0:  # skip to where a stop can begin
+                begin = self._begins.search(text, at)
+                if begin is None:
+                    break
+                at = begin.start()
+            character = text[at]
+            at += 1
+            while state and character not in self._next[state]:
+                state = self._shorter[state]
+            state = self._next[state].get(character, 0)
+            stop = self._stop[state]
+            if stop is not None:
+                whole = self._held + text[:at]
+                self._found, self._held = stop, ""
+                return StopResult(whole if self._include else whole[: -len(stop)], stopped=True, which=stop)
+        self._state = state
+        whole = self._held + text
+        sendable = len(whole) - self._depth[state]
+        self._held = whole[sendable:]
+        return StopResult(whole[:sendable], stopped=False, which=None)
+
+    def flush(self) -> str:
+        """What was held back: the output ended without a stop."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._stop.append(None)
+                self._shorter.append(0)
+            state = self._next[state][character]
+        self._stop[state] = stop
+
+    def _link(self) -> None:
+        queue = list(self._next[0].values())  # breadth first: suffixes are shorter, so they are linked before
+        for state in queue:
+            for character, child in self._next[state].items():
+                suffix = self._shorter[state]
+                while suffix and character not in self._next[suffix]:
+                    suffix = self._shorter[suffix]
+                self._shorter[child] = self._next[suffix].get(character, 0)
+                self._stop[child] = self._stop[child] or self._stop[self._shorter[child]]
+                queue.append(child)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        # A batch of one: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
+        encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except UnicodeEncodeError as error:
+        message = f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}), which is no character."
+        raise BadRequest(message) from None
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _content(token: Any) -> str | None:
+    """A token in a configuration file is a string, an object with its content, or null."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over special_tokens_map.json (older models); both may be absent."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                config |= msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise TokenizerNotUsable(f"{path} is not a JSON object: {error}") from error
+    return config
+
+
+def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json knows of: named ones, and those of added_tokens_decoder."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for token_id, fields in sorted(listed.items(), key=lambda item: int(item[0])):
+        if fields["content"] in known:
+            continue
+        flags = {name: fields.get(name, False) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        backend.add_tokens([tokenizers.AddedToken(fields["content"], **flags)])
+        if backend.token_to_id(fields["content"]) != int(token_id):
+            raise TokenizerNotUsable(
+                f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, but tokenizer.json leads to "
+                f"{backend.token_to_id(fields['content'])}"
+            )
+        known.add(fields["content"])
+    for name in NAMED_TOKENS:
+        text = _content(config.get(name))
+        if text is not None and text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def _apply_begin_and_end_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """add_bos_token and add_eos_token, where given, replace what tokenizer.json adds to a text, as in transformers."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    begin = _content(config.get("bos_token")) if config.get("add_bos_token") else None
+    end = _content(config.get("eos_token")) if config.get("add_eos_token") else None
+    special = [(text, backend.token_to_id(text)) for text in (begin, end) if text is not None]
+    missing = [text for text, token_id in special if token_id is None]
+    if missing:
+        raise TokenizerNotUsable(f"tokenizer_config.json adds {missing[0]!r} to texts, which the vocabulary lacks")
+    pieces = [begin, "$A", end]
+    backend.post_processor = TemplateProcessing(
+        single=[f"{piece}:0" for piece in pieces if piece is not None],
+        pair=None,
+        special_tokens=list(dict(special).items()),
+    )
+
+
+def _longest_token_bytes(spec: dict[str, Any]) -> int | None:
+    """The most characters of a text that one token can stand for; None where there is no limit or it is not known.
+
+    spec: the content of tokenizer.json. Known for tokenizers that keep every byte of a text, which the models served
+    here have: byte-level ones, and those that fall back to bytes. Others may map any run to one unknown token.
+    """
+    model, normalizer = spec["model"], spec.get("normalizer") or {}
+    steps = [step.get("type") for step in [normalizer, *normalizer.get("normalizers", [])]]
+    if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
+        return None
+    if not set(steps) <= {None, "Sequence", "Prepend", "Replace", "NFC"}:
+        return None
+    replaced = [step for step in [normalizer, *normalizer.get("normalizers", [])] if step.get("type") == "Replace"]
+    if any(step["pattern"] != {"String": " "} for step in replaced):
+        return None
+    if not (model.get("byte_fallback") or "ByteLevel" in msgspec.json.encode(spec.get("pre_tokenizer")).decode()):
+        return None
+    longest = max(map(len, [*model["vocab"], *(token["content"] for token in spec["added_tokens"])]))
+    return longest * 4 if "NFC" in steps else longest  # NFC makes one character of at most four

@@ -1,0 +1,303 @@
+"""The loop around the scheduler: messages in, events out, waiting, draining, dying. Simulated executor, fake clock."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from simulated_executor import SimulatedExecutor, expected_output
+
+from mm import MemoryManager
+from model.step_plan import SamplingParameters
+from service.engine import Engine, StepReport
+from service.engine_client import (
+    Cancel,
+    Ended,
+    EngineDied,
+    Event,
+    Finish,
+    Limits,
+    LocalEngineClient,
+    Message,
+    Submit,
+    TokenBatch,
+)
+from service.errors import Draining, EngineDead, Loading, QueueFull
+from service.request import Sequence
+from service.scheduler import Scheduler, SchedulerSettings
+from service.token_stream import TokenStream
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Counter:
+    """An observer that keeps what it is told."""
+
+    steps: list[StepReport] = field(default_factory=list)
+    ended: list[tuple[Sequence, Ended]] = field(default_factory=list)
+
+    def step_ended(self, report: StepReport) -> None:
+        self.steps.append(report)
+
+    def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None:
+        self.ended.append((sequence, ended))
+
+
+@dataclass
+class House:
+    engine: Engine
+    client: LocalEngineClient
+    executor: SimulatedExecutor
+    counter: Counter
+    clock: FakeClock
+    task: asyncio.Task[None]
+
+    def start(
+        self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), client: LocalEngineClient | None = None
+    ) -> TokenStream:
+        client = client or self.client
+        number = client.next_sequence_id()
+        stream = TokenStream(lambda: client.cancel(number))
+        sampling = SamplingParameters(temperature=0.0)
+        client.submit(Submit(number, f"request-{number}", prompt, max_tokens, sampling, list(end_ids)), stream)
+        return stream
+
+    @property
+    def free_frames(self) -> int:
+        return self.engine.scheduler.memory.free_frames
+
+
+@asynccontextmanager
+async def running(
+    *, frames: int = 64, rows: int = 4, max_waiting: int = 100, is_open: bool = True
+) -> AsyncIterator[House]:
+    memory = MemoryManager(frames=frames, max_rows=rows, max_pages=100, page_size=4)
+    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=16, max_length=400))
+    executor, counter, clock = SimulatedExecutor(memory), Counter(), FakeClock()
+    limits = Limits(max_model_len=400, max_request_tokens=memory.max_tokens, max_waiting=max_waiting, vocabulary=50)
+    engine = Engine(scheduler, executor, limits, counter, step_timeout_s=60.0, clock=clock)
+    client = LocalEngineClient(engine)
+    engine.connect(0, client)
+    if is_open:
+        engine.open()
+    task = asyncio.create_task(engine.run())
+    try:
+        yield House(engine, client, executor, counter, clock, task)
+    finally:
+        executor.gate.set()
+        engine.stop()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+
+
+async def read(stream: TokenStream) -> tuple[list[int], Ended]:
+    tokens: list[int] = []
+    async for chunk in stream:
+        tokens += chunk.tokens
+        if chunk.ended:
+            return tokens, chunk.ended
+    raise AssertionError("the stream ended without saying how")
+
+
+async def until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (what is waited for has no event)
+            await asyncio.sleep(0.001)
+
+
+async def test_streams_get_their_own_tokens() -> None:
+    async with running() as house:
+        prompts = [[i, i + 1, i + 2] for i in range(10)]
+        streams = [house.start(prompt, 5 + i) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*map(read, streams))
+        for i, (tokens, ended) in enumerate(results):
+            assert tokens == expected_output(prompts[i], 5 + i)
+            assert (ended.reason, ended.output_tokens) == ("length", 5 + i)
+        assert house.free_frames == 64
+        assert house.client.open_sequences == 0
+
+
+async def test_front_ends_get_their_own_sequences_only() -> None:
+    """Two front ends may use the same sequence ids."""
+    async with running() as house:
+        other = LocalEngineClient(house.engine, front_end=1)
+        house.engine.connect(1, other)
+        first, second = house.start([1, 2, 3], 6), house.start([4, 5], 6, client=other)
+        assert (await read(first))[0] == expected_output([1, 2, 3], 6)
+        assert (await read(second))[0] == expected_output([4, 5], 6)
+
+
+async def test_a_closed_stream_frees_its_frames() -> None:
+    async with running() as house:
+        stream = house.start([1, 2, 3], 300 - 100)
+        await until(lambda: house.free_frames < 64)
+        stream.close()
+        await until(lambda: house.free_frames == 64)
+        assert [ended.reason for _, ended in house.counter.ended] == ["abort"]
+        assert house.engine.snapshot().running == 0
+
+
+async def test_a_text_stop_ends_it_at_the_token_the_front_end_names() -> None:
+    async with running() as house:
+        number = house.client.next_sequence_id()
+        stream = TokenStream(lambda: house.client.cancel(number))
+        house.client.submit(Submit(number, "r", [1, 2], 200, SamplingParameters(temperature=0.0), []), stream)
+        seen = 0
+        async for chunk in stream:
+            seen += len(chunk.tokens)
+            if chunk.ended:
+                break
+            if seen >= 3:
+                house.client.finish(number, 2)
+        assert (chunk.ended.reason, chunk.ended.output_tokens) == ("stop", 2)
+        await until(lambda: house.free_frames == 64)
+
+
+async def test_messages_for_what_has_ended_change_nothing() -> None:
+    async with running() as house:
+        stream = house.start([1, 2], 2)
+        await read(stream)
+        house.engine.post(0, Cancel(1))
+        house.engine.post(0, Finish(1, 1))
+        assert (await read(house.start([5], 4)))[0] == expected_output([5], 4)
+
+
+async def test_admission_is_refused_by_state_and_by_the_queues_length() -> None:
+    async with running(is_open=False, rows=1, max_waiting=3) as house:
+        with pytest.raises(Loading):
+            house.start([1], 1)
+        house.engine.open()
+        house.executor.gate.clear()
+        for _ in range(3):
+            house.start([1, 2], 5)
+        with pytest.raises(QueueFull, match="3 requests are waiting"):
+            house.start([1], 1)
+        house.executor.gate.set()
+        await house.engine.drained()
+        house.engine.drain()
+        with pytest.raises(Draining):
+            house.start([1], 1)
+
+
+async def test_a_drained_engine_has_finished_what_it_had() -> None:
+    async with running() as house:
+        streams = [house.start([i], 20) for i in range(8)]
+        house.engine.drain()
+        await house.engine.drained()
+        for i, stream in enumerate(streams):
+            assert (await read(stream))[0] == expected_output([i], 20)
+
+
+async def test_stopping_ends_open_streams_with_an_error() -> None:
+    async with running() as house:
+        house.executor.gate.clear()
+        stream = house.start([1, 2], 200)
+        await until(lambda: house.executor.plans)
+        house.engine.stop("the server is stopping")
+        house.executor.gate.set()
+        await house.task
+        with pytest.raises(EngineDead, match="stopping"):
+            await read(stream)
+
+
+async def test_a_step_that_raises_kills_the_engine_and_tells_every_stream() -> None:
+    """C40: dead is not alive, every open request ends with an error, and run() raises so that the process can exit."""
+    async with running() as house:
+        streams = [house.start([i], 50) for i in range(6)]
+        await until(lambda: len(house.executor.plans) > 3)
+        house.executor.error = RuntimeError("the device fell off")
+        with pytest.raises(RuntimeError, match="fell off"):
+            await house.task
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                await read(stream)
+        assert not house.client.is_alive
+        assert house.client.state == "dead"
+        with pytest.raises(EngineDead):
+            house.start([1], 1)
+
+
+async def test_alive_means_that_steps_complete_or_that_there_is_nothing_to_do() -> None:
+    async with running() as house:
+        house.clock.now += 1000
+        assert house.client.is_alive  # idle for long
+        house.executor.gate.clear()
+        stream = house.start([1, 2], 5)
+        await until(lambda: house.executor.plans)
+        house.clock.now += 59
+        assert house.client.is_alive
+        house.clock.now += 2
+        assert not house.client.is_alive  # a step is overdue
+        house.executor.gate.set()
+        await read(stream)
+        assert house.client.is_alive
+
+
+async def test_the_next_step_is_submitted_before_the_last_one_is_done() -> None:
+    async with running() as house:
+        house.executor.gate.clear()
+        stream = house.start([1, 2], 5)
+        await until(lambda: len(house.executor.plans) == 2)
+        house.executor.gate.set()
+        await read(stream)
+
+
+async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
+    """C10 inside: streams closed at every stage, while queued, prefilling, decoding, preempted."""
+    async with running(frames=30, rows=4, max_waiting=1000) as house:
+        for i in range(200):
+            stream = house.start([i % 50] * (1 + i % 23), 1 + (i * 7) % 60)
+            for _ in range(i % 5):
+                await asyncio.sleep(0)
+            if i % 3:
+                asyncio.get_running_loop().call_later((i % 7) / 1000, stream.close)
+        await house.engine.drained()
+        assert house.free_frames == 30
+        house.engine.scheduler.memory.check_invariants()
+        assert house.client.open_sequences == 0
+        assert house.engine.snapshot().preemptions > 0
+
+
+async def test_an_idle_engine_audits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.IDLE_AUDIT_S", 0.01)
+    async with running() as house:
+        house.engine.scheduler.memory.frames.references[3] = 1  # planted: a frame that nobody holds
+        with pytest.raises(Exception, match="frame 3"):
+            await house.task
+        assert house.client.state == "dead"
+
+
+async def test_reports_count_what_a_step_did() -> None:
+    async with running() as house:
+        await read(house.start([1, 2, 3, 4, 5], 3))
+        assert [(r.prefill_tokens, r.decode_tokens, r.sampled_tokens) for r in house.counter.steps] == [
+            (5, 0, 1),
+            (0, 1, 1),
+            (0, 1, 1),
+        ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Submit(1, "r", [1, 2], 3, SamplingParameters(0.5, 3, 0.9, 2**64 - 1), [7], "tenant"),
+        Cancel(5),
+        Finish(5, 9),
+        TokenBatch(3, [1, 2], [7, 8], [Ended(1, "stop", end_token=7)]),
+        EngineDied("gone"),
+    ],
+)
+def test_every_message_survives_the_wire(message: Message | Event) -> None:
+    """Front ends may become processes: nothing but encodable messages passes."""
+    packed = msgspec.msgpack.encode(message)
+    assert msgspec.msgpack.decode(packed, type=Submit | Cancel | Finish | TokenBatch | EngineDied) == message

@@ -1,0 +1,316 @@
+"""What each step does, without time, threads or a network: a simulated executor shows whether every token is right."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_executor import SimulatedExecutor, expected_output
+
+from mm import MemoryManager
+from model.step_plan import FED_BACK, SamplingParameters
+from service.engine_client import Ended, Submit
+from service.request import Sequence, State
+from service.scheduler import Scheduler, SchedulerSettings
+
+
+@dataclass
+class Driver:
+    """The engine's loop without asyncio: submits step k + 1 before it commits step k, and audits after each."""
+
+    scheduler: Scheduler
+    executor: SimulatedExecutor
+    tickets: deque = field(default_factory=deque)
+    output: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    now: float = 0.0
+
+    def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = ()) -> Sequence:
+        message = Submit(len(self.output), "r", prompt, max_tokens, SamplingParameters(temperature=0.0), list(end_ids))
+        sequence = Sequence.from_submit(message, 0, self.now)
+        self.output[sequence.sequence_id] = []
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.tickets.append(self.executor.submit(plan))
+        if len(self.tickets) > (plan is not None):
+            self.commit()
+        self.scheduler.memory.check_invariants()
+        assert self.executor.device.writes_to_shared == 0
+        self.executor.device.poison_free_frames()
+
+    def commit(self) -> None:
+        committed = self.scheduler.commit(self.tickets.popleft().wait(), self.now)
+        for sequence_id, token in zip(committed.sequence_ids.tolist(), committed.tokens.tolist(), strict=True):
+            self.output[sequence_id].append(token)
+        for sequence, ended in committed.ended:
+            assert sequence.state is State.ENDED
+            self.ended[sequence.sequence_id] = ended
+
+    def run(self, limit: int = 2000) -> int:
+        steps = 0
+        while self.scheduler.has_work:
+            self.step()
+            steps += 1
+            assert steps < limit, "no end: a livelock"
+        assert self.scheduler.memory.free_frames == self.scheduler.memory.frames.total
+        assert not self.scheduler._bereft
+        return steps
+
+
+def make(
+    *, frames: int = 64, rows: int = 8, page_size: int = 4, max_batched_tokens: int = 16, max_length: int = 200
+) -> Driver:
+    memory = MemoryManager(frames=frames, max_rows=rows, max_pages=-(-max_length // page_size), page_size=page_size)
+    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=max_batched_tokens, max_length=max_length))
+    return Driver(scheduler, SimulatedExecutor(memory))
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(7 * i + salt) % 50 for i in range(length)]
+
+
+def test_one_sequence_ends_at_its_limit_with_its_own_tokens() -> None:
+    driver = make()
+    driver.submit(prompt_of(5), 7)
+    driver.run()
+    assert driver.output[0] == expected_output(prompt_of(5), 7)
+    assert driver.ended[0].reason == "length"
+    assert driver.ended[0].output_tokens == 7
+
+
+def test_an_end_token_ends_it_and_the_step_in_flight_leaves_no_trace() -> None:
+    full = expected_output(prompt_of(5), 40)
+    end = full[10]
+    driver = make()
+    driver.submit(prompt_of(5), 40, end_ids=(end,))
+    driver.run()
+    assert driver.output[0] == full[: full.index(end) + 1]
+    assert (driver.ended[0].reason, driver.ended[0].end_token) == ("stop", end)
+
+
+def test_a_steady_decode_feeds_tokens_back_on_the_device() -> None:
+    """The host is one step behind, so a decode row's newest token is not in the plan."""
+    driver = make()
+    driver.submit(prompt_of(3), 10)
+    driver.run()
+    decodes = [plan for plan in driver.executor.plans if plan.decodes]
+    assert len(decodes) == 9
+    assert all(plan.token_ids.tolist() == [FED_BACK] for plan in decodes)
+
+
+def test_steps_number_the_tokens_and_no_more() -> None:
+    """A Sequence that ends by its limit costs no step in vain: the limit is known ahead."""
+    driver = make()
+    driver.submit(prompt_of(3), 10)
+    driver.run()
+    assert len(driver.executor.plans) == 10
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
+    driver = make(max_batched_tokens=16)
+    driver.submit(prompt_of(3), 30)
+    driver.step()
+    driver.submit(prompt_of(60, 1), 3)
+    driver.run()
+    mixed = [plan for plan in driver.executor.plans if plan.decodes == 1 and len(plan.rows) == 2]
+    assert [len(plan.token_ids) for plan in mixed[:4]] == [16, 16, 16, 16]  # 1 decode + 15 of the prompt
+    assert driver.output[0] == expected_output(prompt_of(3), 30)
+    assert driver.output[1] == expected_output(prompt_of(60, 1), 3)
+
+
+def test_a_running_stream_gets_a_token_in_every_step_while_a_long_prompt_comes_in() -> None:
+    """C18: decodes come first, so the gap is one step, however long the prompt is."""
+    driver = make(max_batched_tokens=16, frames=64)
+    driver.submit(prompt_of(3), 20)
+    driver.step()
+    driver.submit(prompt_of(150, 1), 2)
+    before = len(driver.executor.plans)
+    driver.run()
+    assert all(plan.decodes >= 1 for plan in driver.executor.plans[before : before + 18])
+
+
+def test_when_frames_run_out_the_youngest_is_preempted_and_comes_back_whole() -> None:
+    driver = make(frames=12, page_size=4, rows=4)
+    sequences = [driver.submit(prompt_of(6, salt), 30) for salt in range(3)]
+    driver.run()
+    assert driver.scheduler.preemptions > 0
+    assert sequences[0].preemptions == 0
+    for salt in range(3):
+        assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+        assert driver.ended[salt].output_tokens == 30
+
+
+def test_a_sequence_that_fills_the_whole_pool_runs_alone() -> None:
+    driver = make(frames=10, page_size=4, rows=4, max_length=40)
+    driver.submit(prompt_of(20), 20)
+    driver.submit(prompt_of(4, 1), 4)
+    driver.run()
+    assert driver.output[0] == expected_output(prompt_of(20), 20)
+    assert driver.output[1] == expected_output(prompt_of(4, 1), 4)
+
+
+def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
+    """Rule 3: the token of the step that was on its way is neither lost nor made twice."""
+    driver = make(frames=64)
+    sequence = driver.submit(prompt_of(5), 12)
+    for _ in range(4):
+        driver.step()
+    driver.scheduler._preempt(sequence)
+    assert sequence.in_flight == 1
+    assert driver.scheduler.schedule(driver.now) is None
+    driver.commit()
+    assert sequence.in_flight == 0
+    driver.run()
+    assert driver.output[0] == expected_output(prompt_of(5), 12)
+
+
+def test_a_preempted_sequence_whose_token_in_flight_is_its_last_ends_there() -> None:
+    driver = make()
+    sequence = driver.submit(prompt_of(5), 3)
+    for _ in range(3):
+        driver.step()
+    driver.scheduler._preempt(sequence)
+    driver.run()
+    assert driver.output[0] == expected_output(prompt_of(5), 3)
+    assert driver.ended[0].reason == "length"
+
+
+def test_cancelled_in_the_queue_never_starts() -> None:
+    """C08: what died in the queue costs nothing."""
+    driver = make(rows=2)
+    first = [driver.submit(prompt_of(4, salt), 10) for salt in range(2)]
+    queued = [driver.submit(prompt_of(4, salt), 10) for salt in range(2, 12)]
+    driver.step()
+    for sequence in queued:
+        driver.scheduler.end(sequence, "abort", driver.now)
+    driver.run()
+    assert all(not driver.output[sequence.sequence_id] for sequence in queued)
+    assert all(len(driver.output[sequence.sequence_id]) == 10 for sequence in first)
+
+
+def test_cancelled_while_preempted_with_a_token_in_flight_is_gone() -> None:
+    driver = make()
+    sequence = driver.submit(prompt_of(5), 12)
+    for _ in range(4):
+        driver.step()
+    driver.scheduler._preempt(sequence)
+    driver.scheduler.end(sequence, "abort", driver.now)
+    output = list(driver.output[0])
+    driver.run()
+    assert driver.output[0] == output
+
+
+def test_a_row_whose_logits_are_not_finite_ends_with_an_error_and_spoils_nobody() -> None:
+    """C38: the neighbour's tokens are its own, and the failed row's token is never given out."""
+    driver = make()
+    driver.submit(prompt_of(5), 12)
+    driver.submit(prompt_of(6, 1), 12)
+    driver.executor.fail_rows = lambda plan: [0] if plan.step == 5 else []
+    driver.run()
+    assert driver.ended[0].reason == "error"
+    assert driver.output[0] == expected_output(prompt_of(5), 12)[: len(driver.output[0])]
+    assert len(driver.output[0]) < 12
+    assert driver.output[1] == expected_output(prompt_of(6, 1), 12)
+
+
+def test_first_come_first_served() -> None:
+    driver = make(rows=1, max_batched_tokens=8)
+    for salt in range(5):
+        driver.submit(prompt_of(4, salt), 3)
+    driver.run()
+    assert list(driver.ended) == [0, 1, 2, 3, 4]
+
+
+def test_admission_leaves_room_for_the_rest_of_running_prompts() -> None:
+    """Rule 4: two long prompts that do not fit together are not started together, only to be preempted."""
+    driver = make(frames=20, page_size=4, max_batched_tokens=8, rows=4)
+    driver.submit(prompt_of(50), 2)
+    driver.submit(prompt_of(50, 1), 2)
+    driver.run()
+    assert driver.scheduler.preemptions == 0
+
+
+def test_a_step_too_small_for_its_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot hold one of each"):
+        make(rows=8, max_batched_tokens=7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_mix_under_any_pressure_gives_every_sequence_its_own_tokens(data: st.DataObject) -> None:
+    """Random prompts, limits, end ids, arrivals and cancels over small pools: exact outputs, empty pool at the end."""
+    page_size = data.draw(st.sampled_from([1, 2, 4]), "page_size")
+    frames = data.draw(st.integers(12, 40), "frames")
+    rows = data.draw(st.integers(1, 6), "rows")
+    max_length = min(60, frames * page_size)
+    driver = make(
+        frames=frames,
+        rows=rows,
+        page_size=page_size,
+        max_batched_tokens=data.draw(st.integers(rows, 24), "budget"),
+        max_length=max_length,
+    )
+    asked: list[tuple[Sequence, list[int], int, tuple[int, ...]]] = []
+    cancelled: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 10), "requests")):
+        length = data.draw(st.integers(1, max_length - 1))
+        limit = data.draw(st.integers(1, max_length - length))
+        end_ids = data.draw(st.sampled_from([(), (3,), (1, 2, 3, 4, 5)]))
+        prompt = prompt_of(length, data.draw(st.integers(0, 3)))
+        asked.append((driver.submit(prompt, limit, end_ids), prompt, limit, end_ids))
+        for _ in range(data.draw(st.integers(0, 6))):
+            driver.step()
+        if data.draw(st.integers(0, 5)) == 0:
+            victim = asked[data.draw(st.integers(0, len(asked) - 1))][0]
+            if victim.state is not State.ENDED:
+                driver.scheduler.end(victim, "abort", driver.now)
+                cancelled.add(victim.sequence_id)
+    driver.run()
+    for sequence, prompt, limit, end_ids in asked:
+        expected = expected_output(prompt, limit, end_ids)
+        output = driver.output[sequence.sequence_id]
+        if sequence.sequence_id in cancelled:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected
+            assert driver.ended[sequence.sequence_id].reason == ("stop" if expected[-1] in end_ids else "length")
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    """Rule 2 under steady pressure: each Sequence ends in its turn, however many come after it."""
+    driver = make(frames=14, page_size=4, rows=6, max_batched_tokens=12)
+    sequences = [driver.submit(prompt_of(8, salt), 24) for salt in range(12)]
+    oldest_preemptions = []
+    while driver.scheduler.has_work:
+        oldest = next((s for s in sequences if s.state is not State.ENDED), None)
+        before = oldest.preemptions if oldest else 0
+        driver.step()
+        if oldest:
+            oldest_preemptions.append(oldest.preemptions - before)
+    assert driver.scheduler.preemptions > 0
+    assert sum(oldest_preemptions) == 0
+    assert all(driver.output[i] == expected_output(prompt_of(8, i), 24) for i in range(12))
+
+
+def test_token_gaps_are_measured_per_sequence() -> None:
+    driver = make()
+    driver.submit(prompt_of(3), 3)
+    gaps = []
+    original = driver.scheduler.commit
+
+    def commit(result, now):  # type: ignore[no-untyped-def]
+        committed = original(result, now)
+        gaps.extend(committed.gaps_s.tolist())
+        return committed
+
+    driver.scheduler.commit = commit  # type: ignore[method-assign]
+    driver.run()
+    assert np.isnan(gaps[0])
+    assert gaps[1:] == [1.0, 1.0]

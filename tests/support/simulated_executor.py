@@ -1,0 +1,92 @@
+"""An executor without a network: its frames hold token ids, and a row's next token is a checksum of all it can read.
+
+So a Sequence is right only if page tables, copies, chunks, feedback and preemption all are: one wrong frame and
+every later token differs. `expected_output` says what a Sequence must produce, whatever runs beside it.
+"""
+
+import threading
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+from simulated_device import SimulatedDevice
+
+from mm import MemoryManager
+from model.step_plan import FED_BACK, StepPlan, StepResult
+
+VOCABULARY = 50
+
+
+def next_token(tokens: list[int], vocabulary: int = VOCABULARY) -> int:
+    return zlib.crc32(np.array(tokens, np.int64).tobytes()) % vocabulary
+
+
+def expected_output(prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = ()) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in end_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+class SimulatedTicket:
+    def __init__(self, step: int, result: StepResult | Exception, gate: threading.Event) -> None:
+        self.step = step
+        self._result = result
+        self._gate = gate
+
+    def is_done(self) -> bool:
+        return self._gate.is_set()
+
+    def wait(self) -> StepResult:
+        self._gate.wait()
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class SimulatedExecutor:
+    """Runs a step when it is submitted; the result can be read once `gate` is open (it is, unless a test closes it)."""
+
+    vocabulary = VOCABULARY
+    frame_bytes = 1024
+    polls = 0
+
+    def __init__(self, memory: MemoryManager) -> None:
+        self.device = SimulatedDevice(memory)
+        self.frames = memory.frames.total
+        self.last_tokens = np.full(memory.tables.max_rows, -99, np.int64)
+        self.plans: list[StepPlan] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
+        self.error: Exception | None = None  # what the next step raises
+        self.is_closed = False
+
+    def submit(self, plan: StepPlan) -> SimulatedTicket:
+        self.check(plan)
+        self.plans.append(plan)
+        self.device.carry_out(plan.orders)
+        tokens = np.full(len(plan.rows), -1, np.int32)
+        for place, row in enumerate(plan.rows.tolist()):
+            ids = plan.token_ids[plan.query_starts[place] : plan.query_starts[place + 1]].astype(np.int64)
+            ids = np.where(ids == FED_BACK, self.last_tokens[row], ids)
+            self.device.write(row, int(plan.starts[place]), ids.tolist())
+            if plan.samples[place]:
+                tokens[place] = next_token(self.device.read(row, int(plan.lengths[place])))
+                self.last_tokens[row] = tokens[place]
+        failed = np.zeros(len(plan.rows), np.bool_)
+        failed[self.fail_rows(plan)] = True
+        return SimulatedTicket(plan.step, self.error or StepResult(tokens, failed), self.gate)
+
+    def check(self, plan: StepPlan) -> None:
+        """What every executor may rely on."""
+        assert len(np.unique(plan.rows)) == len(plan.rows)
+        assert (np.diff(plan.query_starts) >= 1).all()
+        assert (np.diff(plan.query_starts)[: plan.decodes] == 1).all()
+        assert plan.samples[: plan.decodes].all()
+        assert plan.query_starts[-1] == len(plan.token_ids)
+
+    def close(self) -> None:
+        self.is_closed = True
