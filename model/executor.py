@@ -6,9 +6,9 @@ from model.step_plan import StepPlan, Ticket
 
 
 class Executor(Protocol):
-    """Owns the KV pool, the page tables' device copy, the rows' last tokens and settings, and the network.
+    """Owns the KV pool, the device's page tables, the rows' last tokens and settings, and the network.
 
-    Steps run in the order of submission. Steps overlap with the host: a caller submits step k + 1 before it has read the
+    Steps run in the order of submission, and overlap with the host: a caller submits step k + 1 before it has read the
     result of step k.
     """
 

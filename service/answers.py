@@ -1,7 +1,7 @@
 """The JSON of answers: whole ones, events of streams, usage. One Form per route; both have the same methods.
 
-An event is put together from bytes: what is the same in all events of a choice is encoded once, so that a one-token event
-costs one JSON string. What the parts make up is one line of JSON (a test decodes every kind).
+An event is put together from bytes: what is the same in all events of a choice is encoded once, so that a one-token
+event costs one JSON string. What the parts make up is one line of JSON (a test decodes every kind).
 """
 
 from typing import Any, Protocol

@@ -62,7 +62,10 @@ class Choice:
         stop_token_ids: frozenset[int],
         finish: Callable[[int], None],
     ) -> None:
-        """stop_token_ids: those that the client named, reported as stop_reason. finish(at): tells the engine to end."""
+        """stop_token_ids: those that the client named, reported as stop_reason.
+
+        finish(at) tells the engine to end the Sequence after `at` tokens; nothing happens if it has ended.
+        """
         self.index = index
         self.prompt_ids = prompt_ids
         self.stream = stream
@@ -97,8 +100,7 @@ class Choice:
             else:
                 deltas.append(self._delta(self._detokenizer.push(token), [token]))
             if self.finish_reason is not None:  # a stop string
-                if ended is None:
-                    self._finish(self.completion_tokens)
+                self._finish(self.completion_tokens)
                 break
         if ended is not None and self.finish_reason is None:
             deltas.append(self._last(deltas.pop() if deltas else Delta("", []), ended))

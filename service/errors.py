@@ -203,3 +203,7 @@ class EngineDead(ServiceUnavailable):
 
     def __init__(self, message: str = "The engine has stopped.", *, retry_after_s: int = 10) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+
+
+class ConfigurationError(Exception):
+    """Settings that cannot work, alone or with this model or device: exit code 2, never on the wire."""

@@ -14,7 +14,7 @@ from typing import Any
 from model.step_plan import SamplingParameters
 from service.choice import Choice, Delta
 from service.engine_client import Limits, Submit
-from service.errors import BadRequest
+from service.errors import BadRequest, quoted
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
 from service.served_model import ServedModel
 from service.token_stream import Inbox, TokenStream
@@ -37,8 +37,7 @@ async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[l
     """Token ids of every prompt. Raises BadRequest."""
     limits = model.client.limits
     prompts: list[list[int]] = []
-    for i, prompt in enumerate(body.prompts()):
-        path = f"$.prompt[{i}]" if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else "$.prompt"
+    for path, prompt in body.prompts():
         if isinstance(prompt, str):
             check_text_length(len(prompt), limits)
             ids = await model.tokenizer.encode_async(prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -82,17 +81,15 @@ def output_tokens(prompt_tokens: int, asked: int | None, limits: Limits, *, defa
     Raises BadRequest by the length rules above; the message has the true numbers.
     """
     length, window = limits.max_model_len, min(limits.max_model_len, limits.max_request_tokens)
-    needed = prompt_tokens + (1 if asked is None else asked)
-    if needed > length:
-        raise BadRequest(
-            f"This model's maximum context length is {length} tokens. However, you requested {needed} tokens "
-            f"({prompt_tokens} in the prompt, {needed - prompt_tokens} for the output). Please shorten one of them.",
-            param="max_tokens",
-        )
+    output = 1 if asked is None else asked
+    needed = prompt_tokens + output
     if needed > window:
+        limit = f"This model's maximum context length is {length} tokens."
+        if needed <= length:
+            limit = f"This server's KV memory holds {window} tokens of one request."
         raise BadRequest(
-            f"This server's KV memory holds {window} tokens of one request. However, you requested {needed} tokens "
-            f"({prompt_tokens} in the prompt, {needed - prompt_tokens} for the output). Please shorten one of them.",
+            f"{limit} However, you requested {quoted(needed, 32)} tokens ({prompt_tokens} in the prompt, "
+            f"{quoted(output, 32)} for the output). Please shorten one of them.",
             param="max_tokens",
         )
     if asked is not None:

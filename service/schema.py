@@ -36,9 +36,10 @@ _LONE_SURROGATE_SEARCH_BYTES = 1 << 20  # a larger body is refused without namin
 # ---------------------------------------------------------------- messages of a chat
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The only kind of content part that a text model can read."""
 
+    type: Literal["text"]
     text: str
 
 
@@ -287,8 +288,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
     NEUTRAL = {**GenerationBody.NEUTRAL, "logprobs": (), "best_of": (1,), "suffix": ()}
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, all texts or all token ids. None is empty; ids are not compared with a vocabulary here."""
+    def prompts(self) -> list[tuple[str, str | list[int]]]:
+        """(path, prompt) of each: all texts or all token ids, none empty; ids are not checked against a vocabulary."""
         prompt = self.prompt
         if prompt is None:
             raise BadRequest("prompt is missing.", param="prompt")
@@ -304,11 +305,14 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
             raise BadRequest("prompt must not be empty.", param="prompt")
         if len(prompt) > MAX_PROMPTS:
             raise BadRequest(f"prompt may have at most {MAX_PROMPTS} prompts, got {len(prompt)}.", param="prompt")
+        is_single = isinstance(self.prompt, str) or kinds == {int}
+        prompts: list[tuple[str, str | list[int]]] = []
         for i, one in enumerate(prompt):
+            path = "$.prompt" if is_single else f"$.prompt[{i}]"
             if not one:
-                path = "$.prompt" if isinstance(self.prompt, str) else f"$.prompt[{i}]"
                 raise BadRequest(f"prompt must not be empty - at `{path}`", param="prompt")
-        return prompt  # type: ignore[return-value]  # one kind, as just checked
+            prompts.append((path, one))  # type: ignore[arg-type]  # one kind, as just checked
+        return prompts
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -452,9 +456,11 @@ def decode(raw: bytes, kind: type[B], unknown_fields: UnknownFields = "refuse") 
     ignored: list[str] = []
     try:
         if unknown_fields == "ignore":
-            ignored = [
-                name for name in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]) if name not in fields(kind)
-            ]
+            names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            ignored = [name for name in names if name not in fields(kind)]
+            for name in ignored:
+                if name.startswith(_REMOVED):  # without its constraint an answer would be wrong in silence
+                    raise _unknown_field(name, "", None, kind)
             body = msgspec.json.decode(raw, type=_lenient(kind))
         else:
             body = msgspec.json.decode(raw, type=kind)
@@ -485,7 +491,7 @@ def _lenient(kind: type[B]) -> type[B]:
 _REMOVED = "guided_"  # how constrained output was once asked for elsewhere
 _PATH = re.compile(r" - at `(\$[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_PART_KIND = re.compile(r"Invalid value '(.*)'", re.DOTALL)
+_PART_KIND = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 
 
 def _refusal(message: str, kind: type[Body]) -> BadRequest:

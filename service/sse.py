@@ -32,11 +32,9 @@ def error_event(error: PagewalkError) -> bytes:
 class EventStream:
     """The answer of one streamed request. Use it as a context manager: the timer ends with it."""
 
-    def __init__(
-        self, request: web.Request, *, headers: dict[str, str], keep_alive_s: float, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, request: web.Request, *, keep_alive_s: float, wake: Callable[[], None]) -> None:
         """`wake` lets the handler return from whatever it waits on; it then calls `keep_alive`."""
-        self.response = web.StreamResponse(headers=HEADERS | headers)
+        self.response = web.StreamResponse(headers=HEADERS)
         self.is_started = False  # the status line is out
         self._request = request
         self._keep_alive_s = keep_alive_s

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
-from tokenizers.processors import TemplateProcessing
 
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
 from service.control_tokens import ControlTokens, strings_in
@@ -55,6 +54,9 @@ class Tokenizer:
     def load(cls, folder: Path, chat_template: str | None = None) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
 
+        What is added around a text (a start token) is what tokenizer.json says, as in transformers: `add_bos_token` in
+        tokenizer_config.json speaks to those who build a tokenizer without it.
+
         chat_template: the text of a template to use in place of the model's own.
         Raises TokenizerNotUsable.
         """
@@ -70,7 +72,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         _add_configured_tokens(backend, config)
-        _apply_begin_and_end_flags(backend, config)
         try:
             template = ChatTemplate.load(folder, config, chat_template)
         except TemplateNotUsable as error:
@@ -348,8 +349,11 @@ def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: boo
     try:
         # A batch of one: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
         encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-    except UnicodeEncodeError as error:
-        message = f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}), which is no character."
+    except TypeError:
+        surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+        if surrogate is None:
+            raise
+        message = f"The text holds a lone surrogate (U+{ord(surrogate):04X}), which is no character."
         raise BadRequest(message) from None
     ids: list[int] = encoding.ids
     return ids
@@ -394,24 +398,6 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
         text = _content(config.get(name))
         if text is not None and text not in known and backend.token_to_id(text) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-
-
-def _apply_begin_and_end_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """add_bos_token and add_eos_token, where given, replace what tokenizer.json adds to a text, as in transformers."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    begin = _content(config.get("bos_token")) if config.get("add_bos_token") else None
-    end = _content(config.get("eos_token")) if config.get("add_eos_token") else None
-    special = [(text, backend.token_to_id(text)) for text in (begin, end) if text is not None]
-    missing = [text for text, token_id in special if token_id is None]
-    if missing:
-        raise TokenizerNotUsable(f"tokenizer_config.json adds {missing[0]!r} to texts, which the vocabulary lacks")
-    pieces = [begin, "$A", end]
-    backend.post_processor = TemplateProcessing(
-        single=[f"{piece}:0" for piece in pieces if piece is not None],
-        pair=None,
-        special_tokens=list(dict(special).items()),
-    )
 
 
 def _longest_token_bytes(spec: dict[str, Any]) -> int | None:

@@ -1,0 +1,67 @@
+# Everything that a person types. `make` alone lists it.
+#
+#   make serve MODEL=Qwen/Qwen3-0.6B PORT=9000 ARGS="--max-num-seqs 64"
+#
+# .venv is made when it is missing or older than pyproject.toml and constraints.txt; afterwards a start takes seconds.
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?= smollm2
+ARGS ?=
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+# Processes that share the tests: each loads torch, so more than there are cores only costs memory.
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+export VENV PYTHON TORCH_INDEX
+
+.PHONY: help serve test check format soak bench-cpu test-gpu pins clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
+	@exec $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(DEV)  ## Run every deterministic test that needs no GPU
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile $(ARGS)
+
+check: $(DEV)  ## Format, lint, types, direction of imports, container files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+
+format: $(DEV)  ## Format the code, and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: $(DEV)  ## Run the tests that take minutes or measure times
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "soak and not gpu" $(ARGS)
+
+bench-cpu: $(DEV)  ## Measure this server beside transformers, on the CPU; prints one line of JSON last
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m bench.cpu $(ARGS)
+
+test-gpu:  ## Run the tests that need an NVIDIA GPU, with the Python that PYTHON names (it has torch and cupy)
+	$(PYTHON) -m pytest -m "gpu and not soak" $(ARGS)
+
+pins: $(DEV)  ## Write what is installed into constraints.txt
+	@sh scripts/pins.sh
+
+clean:  ## Remove .venv and all caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(RUNTIME): pyproject.toml constraints.txt scripts/install.sh
+	@sh scripts/install.sh .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt scripts/install.sh
+	@sh scripts/install.sh '.[dev]'
+	@touch $@ $(RUNTIME)

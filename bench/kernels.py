@@ -1,0 +1,229 @@
+"""The attention kernels alone: checked against float64, then timed inside CUDA graphs over more data than the L2 holds.
+
+    python -m bench.kernels [--quick]        prints a table, and last one line of JSON
+
+Times are medians of a graph's replays, divided by its launches. A decode launch reads each key and value once, so its
+time is judged by bytes / what the card streams (the floor); a prefill launch by its arithmetic. Needs a GPU.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from cuda.frames import FrameLayout, FramePool
+from cuda.launch import DeviceLoader
+from cuda.paged_decode import FEW, MANY, SOME, DecodeShape, PagedDecode
+from cuda.paged_prefill import PagedPrefill
+
+STREAM_BYTES_PER_S = 4.53e12  # read-only, measured on an H200
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+L2_BYTES = 60e6
+SHAPES = {"few": FEW, "some": SOME, "many": MANY}
+
+
+def ragged(count: int, low: int, high: int) -> list[int]:
+    """Seeded lengths, uniform in [low, high]."""
+    return torch.randint(low, high + 1, (count,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+DECODES: dict[str, list[int]] = {
+    "1 x 1,024": [1024],
+    "1 x 32,768": [32768],
+    "8 x 8,192": [8192] * 8,
+    "32 x 512": [512] * 32,
+    "64 x 2,048": [2048] * 64,
+    "256 x 128": [128] * 256,
+    "256 x 1,024": [1024] * 256,
+    "256 x 4,096": [4096] * 256,
+    "1,024 x 512": [512] * 1024,
+    "64 ragged, 1..8,192": ragged(64, 1, 8192),
+    "1 x 30,000 + 63 x 500": [30000] + [500] * 63,
+}
+PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, new tokens each, tokens after them
+    "1 x 8,192": (1, 8192, 8192),
+    "8 x 2,048": (8, 2048, 2048),
+    "32 x 512": (32, 512, 512),
+    "2,048 new over 30,000": (1, 2048, 32048),
+}
+
+
+@dataclass
+class Measurement:
+    """One row of the table."""
+
+    name: str
+    microseconds: float
+    rate: float  # TB/s or TFLOP/s
+    floor_us: float
+    error: float
+    others: dict[str, float] = field(default_factory=dict)  # microseconds of the other ways of filling the card
+
+
+@dataclass
+class Batch:
+    """Sequences over random pages."""
+
+    lengths: torch.Tensor
+    rows: torch.Tensor
+    tables: torch.Tensor
+
+
+def random_pool(frames: int) -> FramePool:
+    """Finite random keys and values; a random permutation of chunks is as random as a plain page."""
+    pool = FramePool(FrameLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16), frames, "cuda")
+    flat = pool.data.flatten()
+    for start in range(0, flat.numel(), 1 << 30):
+        flat[start : start + (1 << 30)].normal_()
+    return pool
+
+
+def batch_of(lengths: list[int], frames: torch.Tensor) -> Batch:
+    """Pages in the given frames, in turn."""
+    pages = [-(-length // PAGE) for length in lengths]
+    tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    used = 0
+    for row, count in enumerate(pages):
+        tables[row, :count] = frames[used : used + count]
+        used += count
+    counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Batch(counts, torch.arange(len(lengths), dtype=torch.int32, device="cuda"), tables.cuda())
+
+
+def batches_of(lengths: list[int], pool: FramePool) -> list[Batch]:
+    """Batches over different frames, together several times what the L2 holds."""
+    pages = sum(-(-length // PAGE) for length in lengths)
+    order = torch.randperm(pool.frames, generator=torch.Generator().manual_seed(1)).int()
+    wanted = max(1, round(4 * L2_BYTES / (pages * pool.layout.layer_bytes)))
+    count = max(1, min(wanted, pool.frames // pages))
+    return [batch_of(lengths, order[i * pages : (i + 1) * pages]) for i in range(count)]
+
+
+def graph_us(launch: Callable[[int, int], None], launches: int, repeats: int = 7) -> float:
+    """Microseconds of launch(stream, i), for i < launches, inside one CUDA graph: the median of the replays."""
+    warm = torch.cuda.Stream()
+    with torch.cuda.stream(warm):
+        launch(warm.cuda_stream, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        for i in range(launches):
+            launch(stream, i)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times)
+
+
+def reference(pool: FramePool, batch: Batch, sequence: int, q: torch.Tensor) -> torch.Tensor:
+    """Attention of the last len(q) tokens of one sequence in float64: q (n, H, D)."""
+    length, n = int(batch.lengths[sequence]), len(q)
+    frames = batch.tables[int(batch.rows[sequence]), : -(-length // PAGE)]
+    keys, values = (
+        part.transpose(1, 2).flatten(0, 1)[:length].double().repeat_interleave(HEADS // KV_HEADS, 1)
+        for part in pool.read(frames, 0)
+    )
+    out = torch.empty(n, HEADS, HEAD_DIM, dtype=torch.float64, device="cuda")
+    places = torch.arange(length, device="cuda")
+    for head in range(HEADS):
+        scores = q[:, head].double() @ keys[:, head].T * HEAD_DIM**-0.5
+        scores.masked_fill_(places[None, :] > (length - n + torch.arange(n, device="cuda"))[:, None], -torch.inf)
+        out[:, head] = scores.softmax(-1) @ values[:, head]
+    return out
+
+
+def error_of(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest relative error of a token's head."""
+    return float(((result.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def measure_decode(
+    name: str, lengths: list[int], pool: FramePool, loader: DeviceLoader, *, all_shapes: bool
+) -> Measurement:
+    """Time one step's attention of one layer; the plan is made before, as one step makes it once for all layers."""
+    batches = batches_of(lengths, pool)
+    B = len(lengths)
+    q = torch.randn(B, HEADS * HEAD_DIM, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    times, error = {}, 0.0
+    shapes: dict[str, DecodeShape | None] = {"chosen": None, **(SHAPES if all_shapes else {})}
+    for label, shape in shapes.items():
+        decode = PagedDecode(loader, pool, HEADS, shape=shape)
+        decode.plan(torch.cuda.current_stream().cuda_stream, batches[0].lengths, batches[0].rows)
+        torch.cuda.synchronize()
+
+        def launch(stream: int, i: int, decode: PagedDecode = decode) -> None:
+            batch = batches[i % len(batches)]
+            decode(stream, 0, q, out, batch.tables, batch.rows, batch.lengths)
+
+        launches = max(8, len(batches))
+        times[label] = graph_us(launch, launches)
+        last = batches[(launches - 1) % len(batches)]
+        for sequence in {0, B // 2, B - 1}:
+            expected = reference(pool, last, sequence, q[sequence].view(1, HEADS, HEAD_DIM))
+            error = max(error, error_of(out[sequence].view(1, HEADS, HEAD_DIM), expected))
+    size = sum(lengths) * pool.layout.layer_bytes / PAGE
+    chosen = times.pop("chosen")
+    return Measurement(name, chosen, size / chosen / 1e6, size / STREAM_BYTES_PER_S * 1e6, error, times)
+
+
+def measure_prefill(name: str, case: tuple[int, int, int], pool: FramePool, loader: DeviceLoader) -> Measurement:
+    """Time one layer's attention of a step of chunks."""
+    sequences, new, length = case
+    batch = batches_of([length] * sequences, pool)[0]
+    tokens = sequences * new
+    prefill = PagedPrefill(loader, pool, HEADS, tokens)
+    counts = torch.full((sequences,), new, dtype=torch.int32, device="cuda")
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * new
+    blocks = sequences * -(-new * HEADS // KV_HEADS // 128)
+    prefill.plan(torch.cuda.current_stream().cuda_stream, counts, blocks)
+    q = torch.randn(tokens, HEADS * HEAD_DIM, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    us = graph_us(
+        lambda stream, i: prefill(stream, 0, q, out, batch.tables, batch.rows, batch.lengths, starts, blocks), 8
+    )
+    check = min(new, 256)  # the last tokens of the last sequence
+    expected = reference(pool, batch, sequences - 1, q[-check:].view(check, HEADS, HEAD_DIM))
+    error = error_of(out[-check:].view(check, HEADS, HEAD_DIM), expected)
+    seen = new * (length - new) + new * (new + 1) / 2  # pairs of a query and a key
+    flops = 4 * HEADS * HEAD_DIM * seen * sequences
+    return Measurement(name, us, flops / us / 1e6, flops / 780e12 * 1e6, error)
+
+
+def main() -> None:
+    """Print the table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the shape that is chosen by itself, and less data")
+    arguments = parser.parse_args()
+    loader = DeviceLoader()
+    pool = random_pool(70_000)
+    results: dict[str, dict[str, float]] = {}
+    print(f"{'decode':24} {'us':>8} {'TB/s':>6} {'floor':>8} {'error':>8}   other shapes, us")
+    for name, lengths in DECODES.items():
+        row = measure_decode(name, lengths, pool, loader, all_shapes=not arguments.quick)
+        others = "  ".join(f"{label} {us:.1f}" for label, us in row.others.items())
+        print(
+            f"{name:24} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} {row.error:8.1e}   {others}",
+            flush=True,
+        )
+        results[f"decode {name}"] = {"us": round(row.microseconds, 1), "TB/s": round(row.rate, 2), "error": row.error}
+    print(f"{'prefill':24} {'us':>8} {'TF/s':>6} {'floor':>8} {'error':>8}")
+    for name, case in PREFILLS.items():
+        row = measure_prefill(name, case, pool, loader)
+        print(f"{name:24} {row.microseconds:8.1f} {row.rate:6.0f} {row.floor_us:8.1f} {row.error:8.1e}", flush=True)
+        results[f"prefill {name}"] = {"us": round(row.microseconds, 1), "TFLOP/s": round(row.rate), "error": row.error}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

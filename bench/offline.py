@@ -1,0 +1,346 @@
+"""The engine without HTTP: throughput of a workload, latency of one stream, and the time line of steady decode.
+
+    pagewalk bench throughput --workload chat-1000 --shape 8b       all requests of a workload at once
+    pagewalk bench latency --shape smol                             one request at a time
+    pagewalk bench steady --shape smol --sequences 1,64,256,1024    host and device time of a decode step
+
+Each prints one JSON line last. `--shape` is a network with random weights; `--model` a real one.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import workload
+from model.step_plan import SamplingParameters
+from service.assembly import Assembly, EngineSettings, assemble
+from service.engine import StepReport
+from service.engine_client import Ended, EngineDied, Event, Submit
+from service.request import Sequence
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": LLAMA
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "smol": LLAMA
+    | {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen06b": LLAMA
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""config.json of the shapes that floors and peers' numbers exist for."""
+
+
+class Receiver:
+    """The front end of a benchmark: keeps counts and times, and says when all Sequences have ended."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.first_s: dict[int, float] = {}
+        self.last_s: dict[int, float] = {}
+        self.open = 0
+        self.all_ended = asyncio.Event()
+        self.failure: str | None = None
+
+    def deliver(self, event: Event) -> None:
+        if isinstance(event, EngineDied):
+            self.failure = event.message
+            self.all_ended.set()
+            return
+        self.tokens += len(event.tokens)
+        if len(self.first_s) < self.open or event.ended:
+            now = time.perf_counter()
+            for number in event.sequence_ids:
+                self.first_s.setdefault(number, now)
+            for ended in event.ended:
+                self.last_s[ended.sequence_id] = now
+                if ended.reason == "error":
+                    self.failure = ended.message
+        self.open -= len(event.ended)
+        if event.ended and self.open <= 0:
+            self.all_ended.set()
+
+    def reset(self, sequences: int) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.open = sequences
+
+
+@dataclass
+class StepLog:
+    """An observer that keeps every step's report."""
+
+    reports: list[StepReport] = field(default_factory=list)
+
+    def step_ended(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None:
+        pass
+
+    def host_us(self) -> dict[str, dict[str, float]]:
+        """Median and 99th percentile, in us, of the host's parts of a step that only decodes."""
+        steady = [r for r in self.reports if r.decode_tokens and not r.prefill_tokens]
+        parts = {
+            name: [getattr(r, f"{name}_s") * 1e6 for r in steady] for name in ("schedule", "submit", "wait", "commit")
+        }
+        return {
+            name: {"p50": round(float(np.median(us)), 1), "p99": round(float(np.quantile(us, 0.99)), 1)}
+            for name, us in parts.items()
+            if us
+        }
+
+
+class Runner:
+    """One assembled engine that benchmarks are run on, one after the other."""
+
+    def __init__(self, assembly: Assembly, log: StepLog) -> None:
+        self.assembly = assembly
+        self.log = log
+        self.receiver = Receiver()
+        self.assembly.engine.connect(0, self.receiver)
+        self._next_id = 0
+
+    async def run(self, items: list[workload.Item], sampling: SamplingParameters) -> float:
+        """All items at once, to their full lengths; returns seconds."""
+        sequences = [(item, k) for item in items for k in range(item.n)]
+        self.receiver.reset(len(sequences))
+        self.log.reports.clear()
+        started = time.perf_counter()
+        for item, k in sequences:
+            self._next_id += 1
+            drawn = SamplingParameters(
+                sampling.temperature, sampling.top_k, sampling.top_p, seed=self._next_id * 64 + k
+            )
+            self.assembly.engine.post(0, Submit(self._next_id, "bench", item.prompt_ids, item.output_len, drawn, []))
+        await self.receiver.all_ended.wait()
+        seconds = time.perf_counter() - started
+        if self.receiver.failure:
+            raise RuntimeError(self.receiver.failure)
+        return seconds
+
+
+@contextmanager
+def model_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """The folder of --model, or one with nothing but the config.json of --shape."""
+    if args.model:
+        from model.source import resolve
+
+        yield resolve(args.model).folder
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
+        yield Path(folder)
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with model_folder(args) as folder:
+        settings = EngineSettings(
+            device=args.device,
+            dtype=args.dtype,
+            load_format="auto" if args.model else "dummy",
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        )
+        log = StepLog()
+        began = time.perf_counter()
+        assembly = assemble(settings, folder, log)
+    runner = Runner(assembly, log)
+    assembly.engine.open()
+    loop = asyncio.create_task(assembly.engine.run())
+    try:
+        answer = {
+            "bench": args.bench,
+            "model": args.model or args.shape,
+            "device": assembly.device,
+            "dtype": assembly.dtype,
+            "frames": assembly.executor.frames,
+            "load_s": round(time.perf_counter() - began, 2),
+        }
+        return answer | await BENCHES[args.bench](runner, args)
+    finally:
+        assembly.engine.stop()
+        await asyncio.wait([loop])
+        assembly.executor.close()
+
+
+async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
+    """Every request of a workload at once, after 16 of them to warm up; the median of --repeat runs."""
+    vocabulary = runner.assembly.config.vocabulary
+    items = workload.load(args.workload, vocabulary, args.limit)
+    sampling = SamplingParameters(args.temperature, args.top_k, args.top_p)
+    await runner.run([workload.Item(item.prompt_ids, 16, 1) for item in items[:16]], sampling)
+    seconds = [await runner.run(items, sampling) for _ in range(args.repeat)]
+    middle = statistics.median(seconds)
+    output = sum(item.output_len * item.n for item in items)
+    prompts = sum(len(item.prompt_ids) for item in items)
+    assert runner.receiver.tokens == output, f"{runner.receiver.tokens} tokens came, {output} were asked for"
+    return {
+        "workload": Path(args.workload).stem,
+        "requests": len(items),
+        "sampling": {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
+        "runs_s": [round(s, 3) for s in seconds],
+        "seconds": round(middle, 3),
+        "output_tokens": output,
+        "output_tok_s": round(output / middle, 1),
+        "total_tok_s": round((output + prompts) / middle, 1),
+        "steps": len(runner.log.reports),
+        "preemptions": runner.assembly.engine.scheduler.preemptions,
+        "host_us": runner.log.host_us(),
+    }
+
+
+async def latency(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
+    """One request at a time: time to the first token by prompt length, and ms a token after it."""
+    vocabulary = runner.assembly.config.vocabulary
+    greedy = SamplingParameters(temperature=0.0)
+    first_ms: dict[str, float] = {}
+    token_ms = []
+    for length in [int(n) for n in args.prompt_lens.split(",")]:
+        times = []
+        for repeat in range(args.repeat + 1):  # the first one warms up
+            item = workload.Item(workload.random_ids(repeat, length, vocabulary), args.output_len, 1)
+            before = time.perf_counter()
+            await runner.run([item], greedy)
+            (first,), (last,) = runner.receiver.first_s.values(), runner.receiver.last_s.values()
+            if repeat:
+                times.append((first - before) * 1e3)
+                if length == 128:
+                    token_ms.append((last - first) * 1e3 / (args.output_len - 1))
+        first_ms[str(length)] = round(statistics.median(times), 3)
+    return {
+        "first_token_ms": first_ms,
+        "ms_a_token": round(statistics.median(token_ms), 4) if token_ms else None,
+        "output_len": args.output_len,
+        "host_us": runner.log.host_us(),
+    }
+
+
+async def steady(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of a fixed batch: their period, the host's parts, and how long the device stood idle in between."""
+    vocabulary = runner.assembly.config.vocabulary
+    rows = {}
+    for sequences in [int(n) for n in args.sequences.split(",")]:
+        items = [workload.Item(workload.random_ids(i, args.context, vocabulary), 192, 1) for i in range(sequences)]
+        greedy = SamplingParameters(temperature=0.0)
+        seconds = await runner.run(items, greedy)
+        decodes = [r for r in runner.log.reports if r.decode_tokens == sequences and not r.prefill_tokens]
+        periods = [(r.schedule_s + r.submit_s + r.wait_s + r.commit_s) * 1e6 for r in decodes]
+        row = {"steps": len(decodes), "step_us": round(float(np.median(periods)), 1), "host_us": runner.log.host_us()}
+        row |= {"seconds": round(seconds, 3)}
+        if runner.assembly.device == "cuda":
+            row |= await device_share(runner, items, greedy)
+        rows[str(sequences)] = row
+    return {"context": args.context, "sequences": rows}
+
+
+async def device_share(runner: Runner, items: list[workload.Item], sampling: SamplingParameters) -> dict[str, float]:
+    """Share of the time that no kernel ran, over the decode steps in the middle of a run, from the profiler's records."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    task = asyncio.create_task(runner.run(items, sampling))
+    while not any(r.decode_tokens == len(items) for r in runner.log.reports):
+        await asyncio.sleep(0)
+    for _ in range(40):
+        await asyncio.sleep(0)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        seen = len(runner.log.reports)
+        while len(runner.log.reports) < seen + 40 and not task.done():
+            await asyncio.sleep(0)
+        torch.cuda.synchronize()
+    await task
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    middle = [span for span in spans if spans[0][0] + 1000 < span[0]]
+    busy, reached = 0.0, middle[0][0]
+    for start, end in middle:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return {"idle_share": round(1 - busy / (reached - middle[0][0]), 4), "kernels": len(middle)}
+
+
+BENCHES = {"throughput": throughput, "latency": latency, "steady": steady}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "pagewalk bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("bench", choices=BENCHES)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", choices=SHAPES, default="smol", help="random weights of this shape")
+    what.add_argument("--model", help="a real model, as for pagewalk serve")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--kv-cache-memory-bytes", type=int)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
+    parser.add_argument("--limit", type=int, help="only the first rows of the workload")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--prompt-lens", default="128,512,2048", help="of the latency bench, in tokens")
+    parser.add_argument("--output-len", type=int, default=128, help="of the latency bench, in tokens")
+    parser.add_argument("--sequences", default="1,64,256,1024", help="batch sizes of the steady bench")
+    parser.add_argument("--context", type=int, default=128, help="prompt length of the steady bench, in tokens")
+    try:
+        import uvloop
+
+        run = uvloop.run
+    except ImportError:
+        run = asyncio.run
+    print(json.dumps(run(measure(parser.parse_args(arguments)))))
+
+
+if __name__ == "__main__":
+    main()

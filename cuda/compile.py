@@ -1,0 +1,164 @@
+"""From a kernel's source to device code: paste the includes, hash, compile with NVRTC, keep the result on disk.
+
+    kernels/x.cu ──paste──▶ one text ──NVRTC──▶ cubin, names, log ──rename──▶ <cache>/<hash>/ ──▶ launch.DeviceLoader
+
+This file owns the cache. Its key covers everything that decides the code: text (with every project header pasted in,
+because an include that is only named does not change a hash), options, architecture, instances and NVRTC's version. An
+entry is a folder that appears by one rename, so a reader sees all of it or nothing, and two writers cannot mix.
+
+Compiling needs neither a driver nor a GPU nor a CUDA toolkit: the kernels include nothing but files of this project.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import nvrtc
+from cuda.errors import CompileError
+
+KERNELS = (
+    Path(__file__).parent / "kernels"
+)  # never importlib.resources.files("cuda"): that finds NVIDIA's part of the name
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what the tests compile for: Ampere, Ada, Hopper
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_CHATTER = re.compile(r"^\s*$|^ptxas info|^ptxas\s+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one kernel takes of the machine, as ptxas reports it."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int  # stores and loads together
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Compiled kernels of one file: a cubin on disk, and what the compiler said about it."""
+
+    cubin: Path
+    names: dict[str, str]  # instance, such as "rms_norm<bf16, 1>" -> its symbol in the cubin
+    log: str
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines of the log that are more than reports of resources. C7510 and C7512 mean a slow kernel: a failed
+        build.
+        """
+        return [line for line in self.log.splitlines() if not _CHATTER.match(line)]
+
+    def resources(self) -> dict[str, Resources]:
+        """Registers, stack and spills of every instance."""
+        found: dict[str, Resources] = {}
+        symbol, stack, spills = "", 0, 0
+        for line in self.log.splitlines():
+            if match := _ENTRY.search(line):
+                symbol = match[1]
+            elif match := _STACK.search(line):
+                stack, spills = int(match[1]), int(match[2]) + int(match[3])
+            elif match := _REGISTERS.search(line):
+                found[symbol] = Resources(int(match[1]), stack, spills)
+        return {instance: found[symbol] for instance, symbol in self.names.items()}
+
+
+def default_cache_folder() -> Path:
+    """Where cubins are kept if the caller names no place: PAGEWALK_CACHE, else the user's cache folder."""
+    base = os.environ.get("PAGEWALK_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "pagewalk") / "kernels"
+
+
+def read_source(file: str) -> str:
+    """The text of kernels/`file` with every project header pasted in, each once, at its first include."""
+    pasted: set[str] = set()
+
+    def paste(name: str) -> str:
+        if name in pasted:
+            return ""
+        pasted.add(name)
+        return _INCLUDE.sub(lambda match: paste(match[1]), (KERNELS / name).read_text(encoding="utf-8"))
+
+    return paste(file)
+
+
+def build(file: str, instances: Sequence[str], architecture: str, *, cache_folder: Path | None = None) -> Build:
+    """Device code of kernels/`file` for `architecture` ("sm_90a"), with all `instances`; out of the cache if it is
+    there.
+
+    instances: names of kernels, templates with their arguments: "decode_plan", "paged_decode<bf16, 128, 4, 4, 2>".
+    Raises: CompileError with NVRTC's log.
+    """
+    text = read_source(file)
+    options = ["-std=c++17", f"-arch={architecture}", "--ptxas-options=-v"]
+    key = json.dumps([text, options, sorted(instances), nvrtc.nvrtcVersion()[1:]])
+    entry = (
+        cache_folder or default_cache_folder()
+    ) / f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    cubin, about = entry / "kernels.cubin", entry / "build.json"
+    if not about.exists():
+        code, names, log = _compile(file, text, instances, options)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".tmp-") as scratch:
+            (Path(scratch) / cubin.name).write_bytes(code)
+            (Path(scratch) / about.name).write_text(json.dumps({"names": names, "log": log}), encoding="utf-8")
+            _publish(Path(scratch), entry)
+    facts = json.loads(about.read_text(encoding="utf-8"))
+    return Build(cubin, facts["names"], facts["log"])
+
+
+def _publish(scratch: Path, entry: Path) -> None:
+    """Give a finished folder its name. If another process was first, its result is as good."""
+    ready = scratch / "entry"
+    ready.mkdir()
+    for file in scratch.iterdir():
+        if file != ready:
+            shutil.move(file, ready / file.name)
+    try:
+        ready.rename(entry)
+    except OSError:
+        if not (entry / "build.json").exists():
+            raise
+
+
+def _compile(
+    file: str, text: str, instances: Sequence[str], options: Sequence[str]
+) -> tuple[bytes, dict[str, str], str]:
+    """Run NVRTC: code, symbol of each instance, log."""
+    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, [], []))
+    try:
+        for instance in instances:
+            _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
+        log = _text_of(nvrtc.nvrtcGetProgramLogSize(program), nvrtc.nvrtcGetProgramLog, program)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{file} for {options[1]}: {status.name}\n{log}")
+        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        names = {name: _checked(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in instances}
+        return code, names, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of an NVRTC call, or CompileError."""
+    if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"NVRTC: {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+def _text_of(size: tuple[Any, ...], read: Any, program: Any) -> str:
+    text = b" " * _checked(size)
+    _checked(read(program, text))
+    return text.decode(errors="replace").rstrip("\0 \n")

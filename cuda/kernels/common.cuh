@@ -1,0 +1,61 @@
+// common.cuh: what several kernels share. Pages and blobs: docs/kv-layout.md.
+#include "ptx.cuh"
+
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)  // NVRTC has no INFINITY
+#define ALL_LANES 0xffffffffu
+
+constexpr int PAGE_SIZE = 16;  // tokens in a page
+
+// ---- pages ---------------------------------------------------------------------------------------------------------
+// A layer's part of a frame is [kv head][K, V][page]. Pages of 16-bit numbers are blobs, stored as the tensor cores
+// want them in shared memory: atoms of 8 tokens x 64 dims (1 KB), their 16-byte chunks permuted by the token. float32
+// is plain.
+template <class E, int D> constexpr int PAGE_BYTES = PAGE_SIZE * D * (int)sizeof(E);
+
+// Byte offset in a blob of chunk `chunk` (8 dims, 16 bytes) of token `token` of the page
+template <int D> __device__ __forceinline__ int blob_offset(int token, int chunk) {
+  return (token >> 3) * (16 * D) + (chunk >> 3) * 1024 + (token & 7) * 128 + (((chunk & 7) ^ (token & 7)) << 4);
+}
+__device__ __forceinline__ int pages_of(int tokens) { return (tokens + PAGE_SIZE - 1) / PAGE_SIZE; }
+
+// ---- 16 bytes at a time: 8 numbers of 16 bits, or 4 of float32 -----------------------------------------------------
+template <class E> constexpr int CHUNK = 16 / (int)sizeof(E);
+
+template <class E> __device__ __forceinline__ void unpack_chunk(const uint4& raw, float (&x)[CHUNK<E>]) {
+  const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(E) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else {
+      const float2 pair = unpack2<E>(words[i]);
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+}
+template <class E> __device__ __forceinline__ uint4 pack_chunk(const float (&x)[CHUNK<E>]) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(E) == 4) words[i] = __float_as_uint(x[i]);
+    else words[i] = pack2<E>(x[2 * i], x[2 * i + 1]);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+template <class E> __device__ __forceinline__ float round_to(float x) {  // what storing x as E and loading it gives
+  if constexpr (sizeof(E) == 4) return x;
+  else return unpack2<E>(pack2<E>(x, 0.f)).x;
+}
+
+// ---- sums over a warp ----------------------------------------------------------------------------------------------
+template <int LANES = 32> __device__ __forceinline__ float warp_sum(float x) {  // over groups of LANES neighbours
+#pragma unroll
+  for (int offset = LANES / 2; offset; offset >>= 1) x += __shfl_xor_sync(ALL_LANES, x, offset);
+  return x;
+}
+template <int LANES = 32> __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, offset));
+  return x;
+}

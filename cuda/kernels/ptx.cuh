@@ -1,0 +1,137 @@
+// ptx.cuh: every instruction that CUDA C++ has no word for, one small function each. Nothing else holds inline PTX,
+// so the tests can put another file in this one's place and run the kernels on a CPU.
+// Needs sm_80; what needs sm_90 (bulk copies, mbarriers, dependent launch) is inside HOPPER.
+#ifndef PTX_CUH
+#define PTX_CUH
+
+#if __CUDA_ARCH__ >= 900
+#define HOPPER 1
+#endif
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct bf16 { u16 bits; };  // storage types: arithmetic is float32 throughout
+struct fp16 { u16 bits; };
+
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ float exp2_fast(float x) {  // 2 ulp; denormal results become 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+template <class E> __device__ __forceinline__ u32 pack2(float low, float high);  // two numbers, rounded to nearest even
+template <> __device__ __forceinline__ u32 pack2<bf16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <> __device__ __forceinline__ u32 pack2<fp16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <class E> __device__ __forceinline__ float2 unpack2(u32 pair);
+template <> __device__ __forceinline__ float2 unpack2<bf16>(u32 pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack2<fp16>(u32 pair) {
+  float2 r;
+  asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+      : "=f"(r.x), "=f"(r.y) : "r"(pair));
+  return r;
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+// A plain or __restrict__ load may be hoisted above wait_for_previous_kernel(); this one may not.
+__device__ __forceinline__ u32 load_ordered(const u32* p) {
+  u32 r;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ uint4 load_ordered(const uint4* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global to shared memory, asynchronously; groups complete in order
+__device__ __forceinline__ void async_copy_16(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+__device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void async_copy_wait() {  // until at most LEFT groups are under way
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// ---- tensor cores --------------------------------------------------------------------------------------------------
+// Four 8 x 8 matrices of 16-bit numbers: lanes 8i ... 8i+7 name the rows (16 bytes each) of matrix i; r[i] is its
+// fragment
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// c += a b: a 16 x 16 (rows lane/4 and +8, columns 2(lane%4) and +8), b 16 x 8, c 16 x 8 float32
+template <class E> __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<fp16>(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- programmatic dependent launch (no effect without it, and before Hopper) ----------------------------------------
+// The next kernel in the stream may start once every block of this one has
+// said so, or ended.
+__device__ __forceinline__ void allow_next_kernel() {
+#ifdef HOPPER
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Returns when the kernel before has ended and its writes are visible. EVERY block runs it before it returns: a grid
+// that ends without it lets the kernel after it overtake the one before it.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#ifdef HOPPER
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- Hopper: bulk copies that report to an mbarrier in shared memory ------------------------------------------------
+#ifdef HOPPER
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile("{\n.reg .pred done;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra end;\nbra again;\nend:\n}"
+               ::"r"(barrier), "r"(parity) : "memory");
+}
+// addresses and size are multiples of 16
+__device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
+#endif  // PTX_CUH

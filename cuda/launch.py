@@ -1,0 +1,208 @@
+"""Kernels as Python objects: load the device code, pack the arguments, launch on the stream that the caller names.
+
+The stream is an argument and never a default: `torch.cuda.current_stream().cuda_stream`, read once a step. So a launch
+inside a stream capture is captured, always; a CuPy RawKernel would go to CuPy's own stream and be lost without a word.
+
+A launcher module (kv_append.py, ...) asks a KernelLoader for kernels, and so never knows whether they run on a device:
+the tests hand it a loader that runs the same source on the CPU.
+
+Programmatic dependent launch (`overlap=True`, Hopper): the kernel may start while the one before it in the stream still
+runs. It must execute `griddepcontrol.wait` in every thread block before it touches what that one reads or writes, and
+before it returns: else the kernel after it could overtake the one before it.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cuda.compile import build
+from cuda.errors import DriverError, UnsupportedDevice
+
+Grid = int | tuple[int, int] | tuple[int, int, int]
+Argument = Tensor | float | None
+"""A tensor is passed as its address, None as the null pointer, a number by the letter of the kernel's signature."""
+
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_DEFAULT_SHARED_BYTES = 48 * 1024  # above this a kernel must ask
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Which kernel, and how it is always launched.
+
+    signature: one letter a parameter, as in `struct`: P pointer, i int32, q int64, f float32. A kernel of the driver is
+    checked against it when it is loaded: number and sizes of the parameters.
+    """
+
+    instance: str
+    signature: str
+    block: int  # threads
+    shared_bytes: int = 0  # dynamic shared memory
+    overlap: bool = False  # programmatic dependent launch, where the device can
+
+
+class Kernel(Protocol):
+    """Something that can be launched."""
+
+    def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
+        """Enqueue on the raw `stream`. The caller keeps the memory of tensors and addresses alive."""
+        ...
+
+
+class KernelLoader(Protocol):
+    """Where kernels come from."""
+
+    capability: int  # of the device: 80, 89, 90
+    multiprocessors: int
+
+    def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
+        """The kernels of kernels/`file`, in the order of `specs`."""
+        ...
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
+        ],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class ArgumentBlock:
+    """Memory that holds one kernel's arguments, and the array of pointers to them that the driver takes.
+
+    Packed anew for each launch: the driver copies the arguments before the call returns. One thread at a time.
+    """
+
+    def __init__(self, signature: str) -> None:
+        self.packer = struct.Struct("@" + signature)
+        self.memory = ctypes.create_string_buffer(self.packer.size)
+        base = ctypes.addressof(self.memory)
+        ends = [struct.calcsize("@" + signature[: i + 1]) for i in range(len(signature))]
+        self.sizes = [struct.calcsize(letter) for letter in signature]
+        self.pointers = (ctypes.c_void_p * len(signature))(
+            *[base + end - size for end, size in zip(ends, self.sizes, strict=True)]
+        )
+
+    def pack(self, arguments: Sequence[Argument]) -> None:
+        """Raises struct.error if the number or a type of the arguments differs from the signature."""
+        self.packer.pack_into(self.memory, 0, *[_plain(argument) for argument in arguments])
+
+
+def _plain(argument: Argument) -> float:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return 0 if argument is None else argument
+
+
+class DeviceKernel:
+    """A function of the driver. Launches cost 4-8 us of host time each, so a decode step is a graph."""
+
+    def __init__(self, function: int, spec: KernelSpec, owner: Any) -> None:
+        self._owner = owner  # the module that holds the code must outlive the kernel
+        self._function = ctypes.c_void_p(function)
+        self._arguments = ArgumentBlock(spec.signature)
+        self._configuration = _Configuration(1, 1, 1, spec.block, 1, 1, spec.shared_bytes, None, None, 0)
+        if spec.overlap:
+            self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0)
+            self._attribute.value[0] = 1
+            self._configuration.attributes = ctypes.pointer(self._attribute)
+            self._configuration.attribute_count = 1
+        self._configuration_pointer = ctypes.byref(self._configuration)
+        self._name = spec.instance
+        self._launch = driver().cuLaunchKernelEx
+        if spec.shared_bytes > _DEFAULT_SHARED_BYTES:
+            code = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, spec.shared_bytes)
+            check(code, f"{spec.instance}: {spec.shared_bytes} bytes of shared memory")
+        self._check_parameters()
+
+    def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
+        self._arguments.pack(arguments)
+        configuration = self._configuration
+        if isinstance(grid, int):
+            configuration.grid_x = grid
+        else:
+            configuration.grid_x, configuration.grid_y, configuration.grid_z = (*grid, 1)[:3]
+        configuration.stream = stream
+        code = self._launch(self._configuration_pointer, self._function, self._arguments.pointers, None)
+        if code:
+            check(code, f"launch of {self._name}")
+
+    def _check_parameters(self) -> None:
+        """Compare the signature with what the compiled kernel takes (its parameters' number and sizes)."""
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        sizes: list[int] = []
+        while (
+            driver().cuFuncGetParamInfo(
+                self._function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)
+            )
+            == 0
+        ):
+            sizes.append(size.value)
+        assert sizes == self._arguments.sizes, (
+            f"{self._name} takes parameters of {sizes} bytes, its launcher packs {self._arguments.sizes}"
+        )
+
+
+class DeviceLoader:
+    """Kernels for one device, compiled at first use and cached on disk (see compile.py)."""
+
+    def __init__(self, device_index: int = 0, *, cache_folder: Path | None = None) -> None:
+        properties = torch.cuda.get_device_properties(device_index)
+        self.capability = 10 * properties.major + properties.minor
+        self.multiprocessors: int = properties.multi_processor_count
+        if self.capability < 80:
+            raise UnsupportedDevice(
+                f"{properties.name} has compute capability {self.capability / 10}: the kernels need 8.0 or higher"
+            )
+        suffix = "a" if self.capability >= 90 else ""  # Hopper's own instructions exist in the "a" form only
+        self.architecture = f"sm_{self.capability}{suffix}"
+        self._cache_folder = cache_folder
+
+    def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
+        import cupy  # loads cubins; its import starts nothing, but it is not there on machines without CUDA
+
+        built = build(file, [spec.instance for spec in specs], self.architecture, cache_folder=self._cache_folder)
+        if self.capability < 90:
+            specs = [replace(spec, overlap=False) for spec in specs]
+        module = cupy.RawModule(path=str(built.cubin))
+        return [
+            DeviceKernel(module.get_function(built.names[spec.instance]).kernel.ptr, spec, module) for spec in specs
+        ]
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's library. Raises UnsupportedDevice where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnsupportedDevice(f"no CUDA driver on this machine ({error})") from error
+
+
+def check(code: int, what: str) -> None:
+    """Raises DriverError unless `code` is CUDA_SUCCESS."""
+    if code:
+        name = ctypes.c_char_p()
+        driver().cuGetErrorName(code, ctypes.byref(name))
+        raise DriverError(what, code, (name.value or b"unknown error").decode())

@@ -1,0 +1,134 @@
+"""Launcher of paged_decode.cu: attention of one new token a sequence, with the plan that all layers of a step share."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuda.errors import ShapeMismatch
+from cuda.frames import FramePool
+from cuda.launch import KernelLoader, KernelSpec
+from cuda.tensors import check_rows, check_tensor, element_of
+
+MAX_SEQUENCES = 1024  # the plan kernel is one block with one thread a sequence
+LEAST_PAGES = 8  # a block: shorter ranges cost more in merging than they gain
+PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How the kernel fills a multiprocessor. Chosen by measurement: few items want long queues, many want many
+    blocks.
+    """
+
+    warps: int
+    stages: int  # pages of 128 dims on their way a warp; twice as many of 64 dims
+    blocks_per_multiprocessor: int
+
+
+FEW = DecodeShape(8, 2, 1)
+SOME = DecodeShape(4, 3, 2)
+MANY = DecodeShape(4, 2, 3)
+BEFORE_HOPPER = DecodeShape(4, 2, 1)  # 99 KB of shared memory a block at most (Ada)
+MAX_FEW_ITEMS, MAX_SOME_ITEMS = 64, 256  # sequences * kv heads
+
+
+class PagedDecode:
+    """For one model and pool. Holds workspace, so one object serves one stream at a time."""
+
+    def __init__(
+        self, loader: KernelLoader, pool: FramePool, query_heads: int, *, shape: DecodeShape | None = None
+    ) -> None:
+        """shape: for measurements; None chooses by the number of sequences."""
+        layout = pool.layout
+        if query_heads % layout.kv_heads:
+            raise ShapeMismatch(f"{query_heads} query heads do not share {layout.kv_heads} kv heads evenly")
+        self.pool, self.query_heads = pool, query_heads
+        self.group = query_heads // layout.kv_heads
+        self.splits = -(-self.group // 8)  # the tensor cores' rows that one item uses hold 8 query heads
+        self.items = layout.kv_heads * self.splits
+        self._part_rows = 4 if -(-self.group // self.splits) <= 4 else 8
+        self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
+        self._multiprocessors = loader.multiprocessors
+        if shape is not None:
+            self._shapes = [(MAX_SEQUENCES * self.items, shape)]
+        elif loader.capability < 90:
+            self._shapes = [(MAX_SEQUENCES * self.items, BEFORE_HOPPER)]
+        else:
+            self._shapes = [(MAX_FEW_ITEMS, FEW), (MAX_SOME_ITEMS, SOME), (MAX_SEQUENCES * self.items, MANY)]
+        specs = [KernelSpec("decode_plan", "PPiiiiPP", 1024), *[self._spec(shape) for _, shape in self._shapes]]
+        self._plan_kernel, *kernels = loader.load("paged_decode.cu", specs)
+        self._kernels = {shape: kernel for (_, shape), kernel in zip(self._shapes, kernels, strict=True)}
+
+        device = pool.data.device
+        blocks = max(self._blocks(shape) for _, shape in self._shapes)
+        self._plan = torch.zeros(MAX_SEQUENCES + 3, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(2 * blocks, 4, dtype=torch.int32, device=device)
+        self._parts = torch.empty(
+            2 * blocks, self._part_rows, layout.head_dim + PART_PADDING, dtype=torch.float32, device=device
+        )
+        self._tickets = torch.zeros(MAX_SEQUENCES * self.items, dtype=torch.int32, device=device)
+
+    def plan(self, stream: int, lengths: Tensor, rows: Tensor) -> None:
+        """Divide the work of one step among thread blocks: once a step, before the first layer.
+
+        lengths (B,) int32: keys of each sequence, its new token counted, 0 for padding; rows (B,) int32, of the page
+        tables.
+        """
+        check_tensor("lengths", lengths, (None,), torch.int32)
+        check_tensor("rows", rows, (len(lengths),), torch.int32)
+        if len(lengths) > MAX_SEQUENCES:
+            raise ShapeMismatch(f"{len(lengths)} sequences in one decode: at most {MAX_SEQUENCES}")
+        blocks = self._blocks(self._shape(len(lengths)))
+        self._plan_kernel.launch(
+            stream, 1, lengths, rows, len(lengths), self.items, blocks, LEAST_PAGES,
+            self._plan, self._starts,
+        )  # fmt: skip
+
+    def __call__(
+        self, stream: int, layer: int, q: Tensor, out: Tensor, page_tables: Tensor, rows: Tensor, lengths: Tensor
+    ) -> None:
+        """out[b] = attention of q[b] over the keys and values of sequence b in `layer`.
+
+        q, out (B, H D), row b of sequence b; page_tables (R, P) int32; rows, lengths (B,) as given to `plan`, unchanged
+        since. Rows of out whose length is 0 are not written. Softmax and sums in float32; error to float64 in the
+        tests. Sources: Dao 2022 (online softmax); Kwon 2023, section 4.1 (pages); Osama 2023 (stream-K).
+        """
+        layout, sequences, width = self.pool.layout, len(lengths), self.query_heads * self.pool.layout.head_dim
+        q_stride = check_rows("q", q, width, layout.dtype)
+        out_stride = check_rows("out", out, width, layout.dtype)
+        check_tensor("page_tables", page_tables, (None, None), torch.int32)
+        check_tensor("rows", rows, (sequences,), torch.int32)
+        check_tensor("lengths", lengths, (sequences,), torch.int32)
+        if len(q) < sequences or len(out) < sequences:
+            raise ShapeMismatch(f"{sequences} sequences, but {len(q)} queries and {len(out)} rows for results")
+        if sequences == 0:
+            return
+        shape = self._shape(sequences)
+        self._kernels[shape].launch(
+            stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables, rows,
+            lengths, self._plan, self._starts, self._parts, self._tickets,
+            self._scale, self.items, self.splits, self.group, page_tables.shape[1], q_stride, out_stride,
+            layout.frame_bytes,
+        )  # fmt: skip
+
+    def tickets(self) -> Tensor:
+        """The counters that must be zero between launches. For tests."""
+        return self._tickets
+
+    def _shape(self, sequences: int) -> DecodeShape:
+        return next(shape for limit, shape in self._shapes if sequences * self.items <= limit)
+
+    def _blocks(self, shape: DecodeShape) -> int:
+        return self._multiprocessors * shape.blocks_per_multiprocessor
+
+    def _spec(self, shape: DecodeShape) -> KernelSpec:
+        layout = self.pool.layout
+        stages = shape.stages * 128 // layout.head_dim
+        rings = shape.warps * stages * 2 * layout.page_bytes
+        parts = shape.warps * self._part_rows * (layout.head_dim + PART_PADDING) * 4
+        instance = (
+            f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}>"
+        )
+        return KernelSpec(instance, "PPPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)

@@ -1,0 +1,91 @@
+"""Launcher of paged_prefill.cu: causal attention of chunks of new tokens, with the list of work that all layers
+share.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from cuda.errors import ShapeMismatch
+from cuda.frames import FramePool
+from cuda.launch import KernelLoader, KernelSpec
+from cuda.tensors import check_rows, check_tensor, element_of
+
+MAX_SEQUENCES = 1024
+BLOCK_ROWS = 128  # query tokens * heads of a group
+TILE_PAGES = 4
+
+
+class PagedPrefill:
+    """For one model and pool. Holds the list of work, so one object serves one stream at a time."""
+
+    def __init__(self, loader: KernelLoader, pool: FramePool, query_heads: int, max_tokens: int) -> None:
+        """max_tokens: query tokens of one step, at most."""
+        layout = pool.layout
+        if query_heads % layout.kv_heads:
+            raise ShapeMismatch(f"{query_heads} query heads do not share {layout.kv_heads} kv heads evenly")
+        self.pool, self.query_heads = pool, query_heads
+        self.group = query_heads // layout.kv_heads
+        self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
+        instance = f"paged_prefill<{element_of(layout.dtype)}, {layout.head_dim}>"
+        shared_bytes = 2 * TILE_PAGES * 2 * layout.page_bytes
+        specs = [KernelSpec("prefill_plan", "PiiPi", 1024), KernelSpec(instance, "PPPPPPPPfiiqqq", 256, shared_bytes)]
+        self._plan_kernel, self._kernel = loader.load("paged_prefill.cu", specs)
+        self._work = torch.empty(
+            self.max_blocks(max_tokens, MAX_SEQUENCES), 2, dtype=torch.int32, device=pool.data.device
+        )
+
+    def max_blocks(self, tokens: int, sequences: int) -> int:
+        """Enough work items for `tokens` query tokens, however they spread over `sequences`: what a graph launches."""
+        return tokens * self.group // BLOCK_ROWS + sequences
+
+    def plan(self, stream: int, tokens: Tensor, blocks: int) -> None:
+        """List the work of one step: once a step, before the first layer.
+
+        tokens (S,) int32: query tokens of each sequence, 0 for those that do not prefill; blocks: work items to list
+        and to launch, sum(ceil(tokens * H / KH / 128)) or more (`max_blocks`); more costs a little, fewer would lose
+        work.
+        """
+        check_tensor("tokens", tokens, (None,), torch.int32)
+        if len(tokens) > MAX_SEQUENCES or blocks > len(self._work):
+            raise ShapeMismatch(f"{len(tokens)} sequences, {blocks} blocks: at most {MAX_SEQUENCES}, {len(self._work)}")
+        self._plan_kernel.launch(stream, 1, tokens, len(tokens), self.group, self._work, blocks)
+
+    def __call__(
+        self,
+        stream: int,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        page_tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        blocks: int,
+    ) -> None:
+        """out = causal attention of the query tokens over all keys and values of their sequences in `layer`, own ones
+        included.
+
+        q, out (T, H D), packed; page_tables (R, P), rows (S,), lengths (S,) keys after this chunk, query_starts (S +
+        1,), all int32; blocks as given to `plan`. Rows of other sequences are not written. float32 inside;
+        probabilities are rounded to the dtype before they meet the values. Sources: Dao 2023, section 3; Kwon 2023,
+        section 4.1.
+        """
+        layout, sequences, width = self.pool.layout, len(lengths), self.query_heads * self.pool.layout.head_dim
+        q_stride = check_rows("q", q, width, layout.dtype)
+        out_stride = check_rows("out", out, width, layout.dtype)
+        check_tensor("page_tables", page_tables, (None, None), torch.int32)
+        for name, tensor, size in (
+            ("rows", rows, sequences),
+            ("lengths", lengths, sequences),
+            ("query_starts", query_starts, sequences + 1),
+        ):
+            check_tensor(name, tensor, (size,), torch.int32)
+        if blocks == 0:
+            return
+        self._kernel.launch(
+            stream, (blocks, layout.kv_heads), q, out, self.pool.layer_address(layer), page_tables,
+            rows, lengths, query_starts, self._work, self._scale, self.group,
+            page_tables.shape[1], q_stride, out_stride, layout.frame_bytes,
+        )  # fmt: skip

@@ -1,0 +1,175 @@
+"""Carries plans out on the CPU, in one worker thread, in order of submission.
+
+Owns: the pool, the page tables, each row's last token and sampling settings, and the thread. What a step does, in
+order: page copies, page table changes, settings, forward pass, sampling. The caller's thread only puts plans into a
+queue, so an asyncio loop stays free while torch computes (torch lets go of the interpreter lock inside its operators).
+
+Trap: OpenMP threads that spin while they wait make steps 5-20 times slower on a machine with other work. The entry
+point sets OMP_WAIT_POLICY=PASSIVE before torch is imported; afterwards it is too late.
+"""
+
+import math
+import os
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from mm.addresses import PAGE_SIZE
+from model.batch import failed_rows, forward_batch
+from model.config import ModelConfig
+from model.cpu_kernels import CpuKernels
+from model.kv_pool import KvPool, frame_bytes
+from model.parameters import Parameters
+from model.sampler import SamplingRows, sample
+from model.step_plan import StepPlan, StepResult
+from model.transformer import forward, logits
+
+
+class CpuTicket:
+    """`model.step_plan.Ticket`: set by the worker when the step is done or has failed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._done = threading.Event()
+        self._result: StepResult | None = None
+        self._error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> StepResult:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def finish(self, result: StepResult | None, error: BaseException | None = None) -> None:
+        """Called once, by the worker."""
+        self._result, self._error = result, error
+        self._done.set()
+
+
+class CpuExecutor:
+    """`model.executor.Executor` in torch. Takes the parameters over: they are repacked in place."""
+
+    polls = 0  # a step takes milliseconds: let a thread wait
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        *,
+        frames: int,
+        max_rows: int,
+        max_pages: int,
+        page_size: int = PAGE_SIZE,
+        threads: int | None = None,
+    ) -> None:
+        """frames: of the pool; max_rows: Sequences that run at once; max_pages: of one Sequence; threads: None for one
+        a usable core.
+        """
+        dtype = parameters.embedding.dtype
+        self.frames = frames
+        self.frame_bytes = frame_bytes(config, dtype, page_size)
+        self.vocabulary = config.vocabulary
+        self.threads = threads or usable_cores()
+        self.pool = KvPool(config, dtype, frames=frames, page_size=page_size)
+        self._parameters = parameters
+        self._kernels = CpuKernels(config, self.pool)
+        self._tables = np.zeros((max_rows, max_pages), np.int32)
+        self._last_tokens = np.zeros(max_rows, np.int32)
+        self._settings = SamplingRows.greedy(max_rows)
+        self._queue: SimpleQueue[tuple[StepPlan, CpuTicket] | None] = SimpleQueue()
+        self._closed = False
+        self._worker = threading.Thread(target=self._work, name="cpu-executor", daemon=True)
+        with torch.inference_mode():
+            self._kernels.prepare(parameters)
+        self._worker.start()
+
+    def submit(self, plan: StepPlan) -> CpuTicket:
+        """Enqueue one step and return at once. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("the executor is closed")
+        ticket = CpuTicket(plan.step)
+        self._queue.put((plan, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Finish what is enqueued, then end the thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        self._worker.join()
+
+    # --- In the worker thread ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        torch.set_num_threads(self.threads)  # of this thread: OpenMP keeps the number per thread
+        while (entry := self._queue.get()) is not None:
+            plan, ticket = entry
+            try:
+                ticket.finish(self._run(plan))
+            except BaseException as error:  # noqa: BLE001 (whoever waits for the step decides what its failure means)
+                ticket.finish(None, error)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.pool.copy(plan.orders.copies)
+        changes = plan.orders.table_changes
+        self._tables[changes.rows, changes.pages] = changes.frames
+        if plan.settings is not None:
+            self._settings.store(plan.settings)
+        tokens = np.full(len(plan.rows), -1, np.int32)
+        if not len(plan.token_ids):
+            return StepResult(tokens, np.zeros(len(plan.rows), np.bool_))
+
+        batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
+        hidden = forward(self._parameters, self._kernels.step(batch), self._kernels)  # (T, hidden)
+        failed = failed_rows(batch, hidden)
+        if plan.samples.any():  # only rows that sample go through the output matrix
+            rows = plan.rows[plan.samples]
+            scores = logits(self._parameters, hidden[batch.sampled], self._kernels)  # (N, V)
+            sampled, bad = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
+            tokens[plan.samples] = sampled.numpy()
+            failed[plan.samples] |= bad.numpy()
+            self._last_tokens[rows] = tokens[plan.samples]
+        return StepResult(tokens, failed)
+
+
+def choose_dtype(config: ModelConfig, requested: str = "auto") -> torch.dtype:
+    """The dtype to compute in on this processor.
+
+    "auto": bfloat16 where the processor multiplies it (AMX, AVX512-BF16) and the checkpoint is not float32, else
+    float32.
+    """
+    if requested != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
+    if config.dtype == "float32" or not multiplies_bfloat16():
+        return torch.float32
+    return torch.bfloat16
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    flags = Path("/proc/cpuinfo")
+    if not flags.is_file():
+        return False
+    words = set(flags.read_text(encoding="utf-8").split())
+    return bool(words & {"avx512_bf16", "amx_bf16"})
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the cgroup's quota (containers), at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, _, period = quota.read_text(encoding="utf-8").partition(" ")
+        if limit != "max":
+            cores = min(cores, math.ceil(int(limit) / int(period or 100_000)))
+    return max(1, cores)

@@ -1,0 +1,234 @@
+"""The network's kernels in torch, for the CPU: plain operators, arranged so that no Python loop runs over Sequences x
+layers in decode.
+
+**Paged attention.** Decodes of all Sequences go together: one gather brings the frames of every row into one buffer,
+(2, S, KH, N, D), and one scaled_dot_product_attention reads it. The query heads that share a key head stand as G query
+positions of it, so keys are neither repeated nor read twice. The buffer of one layer is small enough to stay in the
+cache between gather and use. A prefill chunk is one such pair of calls a row.
+
+**Linears.** Where oneDNN has a packed form for the dtype, weights are repacked once (`prepare`): a decode step is
+bound by reading them, and packed weights are read at the speed of memory.
+
+The oracle of both is `model.reference`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mm.addresses import Int32Array, pages_for
+from model.batch import ForwardBatch
+from model.config import ModelConfig
+from model.kv_pool import KvPool
+from model.parameters import Linear, Parameters
+from model.rope import inverse_frequencies
+
+
+@dataclass(slots=True)
+class _Attention:
+    """Rows whose attention is one call: all decodes, or one prefill chunk."""
+
+    queries: slice  # of the step's T tokens
+    rows: int
+    keys: int  # N: keys of the longest row
+    gather: Tensor  # (2 * rows * KH * pages,) rows of KvPool.head_pages, for layer 0
+    mask: Tensor | None  # added to the scores; None: plainly causal
+
+
+@dataclass(slots=True)
+class CpuStep:
+    """A ForwardBatch and what all layers share of it."""
+
+    batch: ForwardBatch
+    cos: Tensor  # (T, 1, 1, D / 2) float32
+    sin: Tensor  # (T, 1, 2, D / 2) float32: -sin for the first half of a head, sin for the second
+    places: Tensor  # (T * 2 * KH,) rows of KvPool.vectors to write, for layer 0
+    attention: list[_Attention]
+
+
+class CpuKernels:
+    """`model.kernels.Kernels` over a KvPool."""
+
+    def __init__(self, config: ModelConfig, pool: KvPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._inverse_frequencies, self._rope_scale = inverse_frequencies(config.rope, config.head_dim)
+        self._groups = config.heads // config.kv_heads
+        # A frame's neighbour layer lies this many rows on, in KvPool.head_pages and KvPool.vectors.
+        self._layer_head_pages = 2 * config.kv_heads
+        self._layer_vectors = 2 * config.kv_heads * pool.page_size
+        self._gathered = torch.empty(0, dtype=pool.data.dtype)
+        self._dtype = pool.data.dtype
+        self._packs = _can_pack(self._dtype)
+
+    # --- Weights -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, parameters: Parameters) -> None:
+        """Repack every matrix for oneDNN. The plain ones are released; the embedding stays, it is looked up by row."""
+        if not self._packs:
+            return
+        for layer in parameters.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.weight = _packed(linear.weight)
+        parameters.head.weight = _packed(parameters.head.weight)
+
+    def embed(self, embedding: Tensor, step: CpuStep) -> Tensor:
+        return embedding[step.batch.token_ids]
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        if self._packs:
+            return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "none", [], "")
+        return F.linear(x, linear.weight, linear.bias)
+
+    # --- Element-wise ------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return F.rms_norm(total, weight.shape, weight, self._config.norm_eps), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    # --- Keys and values ---------------------------------------------------------------------------------------------
+
+    def append(self, qkv: Tensor, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, step: CpuStep) -> Tensor:
+        c = self._config
+        tokens, heads = qkv.shape[0], c.heads + c.kv_heads
+        rotated_columns = heads * c.head_dim
+        qk = qkv[:, :rotated_columns].view(tokens, heads, c.head_dim)
+        v = qkv[:, rotated_columns:].view(tokens, c.kv_heads, c.head_dim)
+        if q_norm is not None and k_norm is not None:
+            q, k = qk.split([c.heads, c.kv_heads], dim=1)
+            qk = torch.cat(
+                [F.rms_norm(part, norm.shape, norm, c.norm_eps) for part, norm in ((q, q_norm), (k, k_norm))], 1
+            )
+        halves = qk.view(tokens, heads, 2, c.head_dim // 2).float()
+        qk = torch.addcmul(halves * step.cos, halves.flip(2), step.sin).to(qkv.dtype).view(tokens, heads, c.head_dim)
+        q, k = qk.split([c.heads, c.kv_heads], dim=1)
+        kv = torch.stack((k, v), dim=1)  # (T, 2, KH, D)
+        step.batch.not_finite += (kv - kv).sum((1, 2, 3), dtype=torch.float32)  # inf - inf and NaN - NaN are NaN
+        self._pool.vectors.index_copy_(
+            0, step.places + layer * self._layer_vectors, kv.nan_to_num_(nan=0.0).view(-1, c.head_dim)
+        )
+        return q
+
+    def attention(self, q: Tensor, layer: int, step: CpuStep) -> Tensor:
+        c = self._config
+        out = torch.empty((q.shape[0], c.heads * c.head_dim), dtype=q.dtype)
+        for part in step.attention:
+            keys, values = self._gather(part, layer)
+            queries = q[part.queries].unflatten(1, (c.kv_heads, self._groups))  # (T', KH, G, D)
+            if part.queries.stop - part.queries.start == part.rows:  # one query a row
+                mixed = F.scaled_dot_product_attention(queries, keys, values, part.mask)  # (S, KH, G, D)
+            else:
+                heads = (
+                    c.kv_heads,
+                    self._groups,
+                    part.keys,
+                    c.head_dim,
+                )  # one row: its kv heads take the batch's place
+                mixed = F.scaled_dot_product_attention(
+                    queries.permute(1, 2, 0, 3),
+                    keys[0].unsqueeze(1).expand(heads),
+                    values[0].unsqueeze(1).expand(heads),
+                    part.mask,
+                    is_causal=part.mask is None,
+                ).permute(2, 0, 1, 3)  # (T', KH, G, D)
+            out[part.queries].view(mixed.shape).copy_(mixed)
+        return out
+
+    def _gather(self, part: _Attention, layer: int) -> tuple[Tensor, Tensor]:
+        """The rows' keys and values of one layer, each (rows, KH, N, D), in the buffer that the next call reuses."""
+        head_pages = self._pool.head_pages
+        size = part.gather.numel() * head_pages.shape[1]
+        if self._gathered.numel() < size:
+            self._gathered = torch.empty(size, dtype=self._dtype)
+        buffer = self._gathered[:size].view(-1, head_pages.shape[1])
+        torch.index_select(head_pages, 0, part.gather + layer * self._layer_head_pages, out=buffer)
+        c = self._config
+        kv = buffer.view(2, part.rows, c.kv_heads, -1, c.head_dim)[:, :, :, : part.keys]
+        return kv[0], kv[1]
+
+    # --- Once a step -------------------------------------------------------------------------------------------------
+
+    def step(self, batch: ForwardBatch) -> CpuStep:
+        """What all layers share: angles, places to write, frames to gather, masks."""
+        c = self._config
+        angles = batch.positions.float()[:, None] * self._inverse_frequencies  # (T, D / 2)
+        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+        heads = torch.arange(2 * c.kv_heads)
+        places = (batch.frames[:, None] * c.layers * self._layer_head_pages + heads) * self._pool.page_size
+        return CpuStep(
+            batch=batch,
+            cos=cos[:, None, None],
+            sin=torch.stack((-sin, sin), dim=1)[:, None],
+            places=(places + batch.offsets[:, None]).view(-1),
+            attention=self._plan_attention(batch),
+        )
+
+    def _plan_attention(self, batch: ForwardBatch) -> list[_Attention]:
+        parts = []
+        if batch.decodes:
+            lengths = batch.lengths[: batch.decodes]
+            keys = int(lengths.max())
+            too_far = torch.arange(keys) >= torch.from_numpy(lengths)[:, None]  # (S, N)
+            bias = torch.zeros(too_far.shape, dtype=self._dtype).masked_fill_(too_far, float("-inf"))
+            parts.append(
+                _Attention(
+                    queries=slice(0, batch.decodes),
+                    rows=batch.decodes,
+                    keys=keys,
+                    gather=self._gather_index(batch.page_tables[: batch.decodes], lengths),
+                    mask=bias[:, None, None].expand(batch.decodes, 1, self._groups, keys),
+                )
+            )
+        for row in range(batch.decodes, len(batch.lengths)):
+            queries = slice(int(batch.query_starts[row]), int(batch.query_starts[row + 1]))
+            start, keys = int(batch.starts[row]), int(batch.lengths[row])
+            mask: Tensor | None = None
+            if start:
+                later = torch.arange(keys) > torch.arange(start, keys)[:, None]  # (T', N)
+                mask = torch.zeros(later.shape, dtype=self._dtype).masked_fill_(later, float("-inf"))
+            index = self._gather_index(batch.page_tables[row : row + 1], batch.lengths[row : row + 1])
+            parts.append(_Attention(queries, rows=1, keys=keys, gather=index, mask=mask))
+        return parts
+
+    def _gather_index(self, page_tables: Int32Array, lengths: Int32Array) -> Tensor:
+        """Rows of KvPool.head_pages for layer 0, ordered (kind, row, kv head, page).
+
+        Rows shorter than the longest are filled up with their own first frame: always theirs, always finite, and
+        masked.
+        """
+        c = self._config
+        pages = pages_for(int(lengths.max()), self._pool.page_size)
+        used = np.arange(pages) < pages_for_all(lengths, self._pool.page_size)[:, None]
+        frames = torch.from_numpy(np.where(used, page_tables[:, :pages], page_tables[:, :1]).astype(np.int64))
+        kinds = torch.arange(2).view(2, 1, 1, 1) * c.kv_heads
+        heads = torch.arange(c.kv_heads).view(1, 1, -1, 1)
+        return (frames[None, :, None] * (c.layers * self._layer_head_pages) + kinds + heads).view(-1)
+
+
+def pages_for_all(lengths: Int32Array, page_size: int) -> Int32Array:
+    """`mm.addresses.pages_for` of an array."""
+    return -(-lengths // page_size)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes packed weights of this dtype on this processor at full speed."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+_PACKED_FOR_ROWS = 32
+"""The batch size that weights are packed for. Packed for 32 they are as quick at 1, 8 and 512 as packed for those
+sizes.
+"""
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)

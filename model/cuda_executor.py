@@ -1,0 +1,302 @@
+"""Carries plans out on a GPU. The caller's thread enqueues a step and goes on; the device says itself when it is done.
+
+    host     pack ─▶ page-locked words ─┐                                     ┌─▶ result words, the step number last
+    device                              └▶ copy ─▶ scatter ─▶ … forward … ─▶ sample
+                                                   └────── one graph, if all rows decode ──────┘
+
+A batch is *persistent*: page tables, last tokens and settings stay on the device by row. A step brings what changed in
+one upload. If every row decodes, a step replays a graph captured for the next larger batch size; others run eagerly.
+
+Trap: everything is enqueued on one stream of this executor's own; it becomes the submitting thread's current stream.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cuda.frames import FrameLayout, FramePool
+from cuda.launch import DeviceLoader, KernelLoader
+from cuda.page_copy import PageCopy
+from cuda.sample import Sample, StepResults
+from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
+from mm.addresses import PAGE_SIZE
+from model.config import ModelConfig
+from model.cuda_kernels import CudaKernels, CudaStep
+from model.errors import OutOfDeviceMemory
+from model.parameters import Parameters
+from model.step_plan import RowSettings, StepPlan, StepResult
+from model.transformer import forward
+
+RING = 4
+"""Uploads and results in flight at most. The engine has two; a slot is reused only after its step was committed."""
+
+RESERVE_BYTES = 1 << 30
+"""Left free for cuBLAS workspaces, graphs and the driver."""
+
+GRAPH_SIZES: tuple[int, ...] = (
+    1,
+    2,
+    4,
+    6,
+    8,
+    12,
+    16,
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+)
+GRAPH_SIZES += (320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+"""Batch sizes that decode graphs are captured for. A batch is padded up to the next: at most a quarter, above 32."""
+
+
+@dataclass(slots=True)
+class CudaTicket:
+    """`model.step_plan.Ticket`: the step is done when the device has written its number into page-locked memory."""
+
+    step: int
+    slot: int
+    sequences: int
+    executor: "CudaExecutor"
+
+    def is_done(self) -> bool:
+        return self.executor.results.is_done(self.slot, self.step)
+
+    def wait(self) -> StepResult:
+        """Raises RuntimeError if the device has failed: then the number would never come."""
+        checked = time.monotonic()
+        while not self.is_done():
+            time.sleep(20e-6)
+            if time.monotonic() - checked > 0.25:
+                checked = time.monotonic()
+                if self.executor.stream.query() and not self.is_done():  # raises the device's error, if there is one
+                    raise RuntimeError(f"step {self.step} ended on the device without a result")
+        tokens, failed = self.executor.results.read(self.slot, self.sequences)
+        return StepResult(tokens, failed != 0)
+
+
+class DeviceProgram:
+    """What a step runs on the device, and all memory it works in.
+
+    It knows no stream of its own, no graph and no waiting, so the tests run it on any loader of kernels.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        loader: KernelLoader,
+        *,
+        frames: int | None,
+        utilization: float,
+        max_rows: int,
+        max_pages: int,
+        max_tokens: int,
+        page_locked: bool,
+    ) -> None:
+        device = parameters.embedding.device
+        layout = FrameLayout(config.layers, config.kv_heads, config.head_dim, parameters.embedding.dtype)
+        words = words_for(
+            sequences=max_rows,
+            tokens=max_tokens,
+            changes=max_tokens // PAGE_SIZE + 2 * max_rows,
+            settings=max_rows,
+            copies=max_rows,
+        )
+        self.max_tokens = max_tokens
+        self.state = DeviceState(
+            device,
+            max_rows=max_rows,
+            max_pages=max_pages,
+            max_sequences=max_rows,
+            max_tokens=max_tokens,
+            upload_words=words,
+        )
+        self.results = StepResults(RING, max_rows, page_locked=page_locked)
+        self._uploads = torch.zeros(RING, words, dtype=torch.int32, pin_memory=page_locked)
+        self._upload_words = self._uploads.numpy()
+        if frames is None:
+            buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_rows)
+            frames = _frames_that_fit(layout, utilization, buffers, max_rows * max_pages)
+        self.pool = FramePool(layout, frames, device)
+        self.kernels = CudaKernels(config, loader, self.pool, self.state)
+        self._parameters = parameters
+        self._scatter = Scatter(loader, self.state)
+        self._copy = PageCopy(loader, self.pool)
+        self._sample = Sample(loader, self.state, self.results, config.vocabulary)
+
+    def upload(self, plan: StepPlan, slot: int, stream: int) -> None:
+        """Enqueue the copy of a plan to the device, and its page copies. `stream` must be torch's current one."""
+        words = self._upload_words[slot]
+        used = pack(_upload_of(plan, slot), words)
+        self.state.upload[:used].copy_(self._uploads[slot, :used], non_blocking=True)
+        copies = len(plan.orders.copies)
+        if copies:
+            self._copy(stream, *copies_of(self.state.upload, words, copies))
+
+    def sizes(self, plan: StepPlan, stream: int) -> CudaStep:
+        """The step of a plan, without padding."""
+        sequences, tokens = len(plan.rows), len(plan.token_ids)
+        chunks = sequences - plan.decodes
+        blocks = self.kernels.prefill_blocks(tokens - plan.decodes, chunks) if chunks else 0
+        return CudaStep(stream, sequences, tokens, plan.decodes, blocks)
+
+    def run(self, step: CudaStep) -> None:
+        """Everything of a step that follows its upload. Captured, or launched."""
+        self._scatter(step.stream, step.sequences, step.tokens)
+        self.kernels.plan(step)
+        hidden = forward(self._parameters, step, self.kernels)
+        self._sample(step.stream, self.kernels.logits(hidden, self._parameters, step), step.sequences)
+
+
+class CudaExecutor:
+    """`model.executor.Executor` on the current CUDA device."""
+
+    polls = 2000  # steps take milliseconds or less: poll between turns of the event loop before a thread waits
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        *,
+        frames: int | None,
+        utilization: float,
+        max_rows: int,
+        max_pages: int,
+        max_batched_tokens: int,
+        graphs: bool = True,
+    ) -> None:
+        """frames: of the pool; None: as `utilization` of the device's memory holds and max_rows x max_pages can use.
+
+        Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
+        """
+        device = parameters.embedding.device
+        self.vocabulary = config.vocabulary
+        self.stream = torch.cuda.Stream(device)
+        self._raw_stream = int(self.stream.cuda_stream)
+        self._device_index = device.index or 0
+        with torch.cuda.stream(self.stream):
+            self._program = DeviceProgram(
+                config,
+                parameters,
+                DeviceLoader(self._device_index),
+                frames=frames,
+                utilization=utilization,
+                max_rows=max_rows,
+                max_pages=max_pages,
+                max_tokens=max(max_batched_tokens, max_rows),
+                page_locked=True,
+            )
+            self.results = self._program.results
+            self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
+            self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+            self._warm_up(max_rows)
+            if graphs:
+                self._capture(max_rows)
+            self.stream.synchronize()
+
+    def submit(self, plan: StepPlan) -> CudaTicket:
+        """Enqueue one step and return at once."""
+        if torch._C._cuda_getCurrentRawStream(self._device_index) != self._raw_stream:
+            torch.cuda.set_stream(self.stream)  # once per thread: the caller's current stream from now on
+        slot, sequences = plan.step % RING, len(plan.rows)
+        self._program.upload(plan, slot, self._raw_stream)
+        graph = self._graph_for(sequences) if plan.decodes == sequences else None
+        if graph is not None:
+            graph.replay()
+        else:
+            self._program.run(self._program.sizes(plan, self._raw_stream))
+        return CudaTicket(plan.step, slot, sequences, self)
+
+    def close(self) -> None:
+        """Finish what is enqueued. Idempotent; the device's memory goes with the object."""
+        self.stream.synchronize()
+        self._graphs.clear()
+
+    def _graph_for(self, sequences: int) -> torch.cuda.CUDAGraph | None:
+        """That of the smallest captured batch size that holds `sequences`."""
+        return next((graph for size, graph in self._graphs.items() if size >= sequences), None)
+
+    def _warm_up(self, max_rows: int) -> None:
+        """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
+        program, stream = self._program, self._raw_stream
+        program.run(CudaStep(stream, max_rows, max_rows, decodes=max_rows, prefill_blocks=0))
+        blocks = program.kernels.prefill_blocks(program.max_tokens, max_rows)
+        program.run(CudaStep(stream, max_rows, program.max_tokens, decodes=0, prefill_blocks=blocks))
+        self.stream.synchronize()
+
+    def _capture(self, max_rows: int) -> None:
+        """Capture the decode step for every size of the ladder, sharing one memory pool: only one runs at a time."""
+        memory = torch.cuda.graph_pool_handle()
+        for size in [size for size in GRAPH_SIZES if size < max_rows] + [max_rows]:
+            step = CudaStep(self._raw_stream, sequences=size, tokens=size, decodes=size, prefill_blocks=0)
+            self._program.run(step)  # cuBLAS chooses its kernels for the size outside of the capture
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=self.stream):
+                self._program.run(step)
+            self._graphs[size] = graph
+
+
+def _upload_of(plan: StepPlan, slot: int) -> StepUpload:
+    return StepUpload(
+        step=plan.step,
+        rows=plan.rows,
+        starts=plan.starts,
+        query_starts=plan.query_starts,
+        token_ids=plan.token_ids,
+        samples=plan.samples,
+        decodes=plan.decodes,
+        result_slot=slot,
+        changes=plan.orders.table_changes,
+        copies=plan.orders.copies,
+        **({} if plan.settings is None else {"settings": _sampling_changes(plan.settings)}),
+    )
+
+
+def _sampling_changes(settings: RowSettings) -> SamplingChanges:
+    chosen = settings.parameters
+    largest = float(np.finfo(np.float32).max)
+    return SamplingChanges(
+        rows=settings.rows,
+        temperatures=np.array([min(p.temperature, largest) for p in chosen], np.float32),
+        top_ks=np.array([p.top_k for p in chosen], np.int32),
+        top_ps=np.array([p.top_p for p in chosen], np.float64),
+        seeds=np.array([p.seed for p in chosen], np.uint64),
+    )
+
+
+def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequences: int) -> int:
+    """What CudaKernels allocates: activations of the largest step, and its logits."""
+    widths = 4 * config.hidden + (3 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate
+    angles = config.max_positions * config.head_dim * 4
+    return (
+        tokens * widths * dtype.itemsize + sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize) + angles
+    )
+
+
+def _frames_that_fit(layout: FrameLayout, utilization: float, buffers: int, useful: int) -> int:
+    """Frames in what `utilization` leaves beside the weights, the buffers and a reserve; never more than are of use."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    room = int(total * utilization) - (total - free) - buffers - RESERVE_BYTES
+    if room < layout.frame_bytes:
+        raise OutOfDeviceMemory(
+            f"no memory for keys and values: of {total >> 20} MiB, {utilization:.0%} may be used, "
+            f"{(total - free) >> 20} MiB are taken and {(buffers + RESERVE_BYTES) >> 20} MiB are needed for steps"
+        )
+    return min(room // layout.frame_bytes, useful)

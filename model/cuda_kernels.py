@@ -1,0 +1,143 @@
+"""The network's kernels on a GPU: the launchers of `cuda/`, cuBLAS through torch for the matrices, and their buffers.
+
+Every result lives in a buffer that is allocated once, for the largest step: the memory a step needs is known when the
+pool is sized, and a captured graph's addresses stay valid.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuda.frames import FramePool
+from cuda.kv_append import KvAppend
+from cuda.launch import KernelLoader
+from cuda.paged_attention_f32 import PagedAttentionF32
+from cuda.paged_decode import PagedDecode
+from cuda.paged_prefill import PagedPrefill
+from cuda.rms_norm import RmsNorm
+from cuda.scatter import DeviceState
+from cuda.silu_mul import SiluMul
+from model.config import ModelConfig
+from model.parameters import Linear, Parameters
+from model.rope import inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStep:
+    """The sizes of one step; its arrays are those of the DeviceState. Decodes come first, one token each."""
+
+    stream: int  # raw handle: also of a stream that is being captured
+    sequences: int  # with padding
+    tokens: int  # with padding
+    decodes: int  # leading sequences that decode, with padding
+    prefill_blocks: int  # work items of the prefill kernel; 0: nobody prefills
+
+
+class CudaKernels:
+    """`model.kernels.Kernels` over a FramePool. One step at a time, on one stream."""
+
+    def __init__(self, config: ModelConfig, loader: KernelLoader, pool: FramePool, state: DeviceState) -> None:
+        self._config = config
+        self._state = state
+        self._stream = 0  # of the step that was planned last
+        dtype, device, tokens = pool.layout.dtype, state.upload.device, state.max_tokens
+        frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
+        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequencies  # (positions, D / 2)
+        cosines, sines = ((f(angles) * scale).to(device).contiguous() for f in (torch.cos, torch.sin))
+        self._append = KvAppend(loader, pool, config.heads, cosines, sines, config.norm_eps)
+        self._norm = RmsNorm(loader, dtype, config.hidden, config.norm_eps)
+        self._silu_mul = SiluMul(loader, dtype, config.intermediate)
+        self._is_exact = dtype == torch.float32
+        if self._is_exact:
+            self._exact = PagedAttentionF32(loader, pool, config.heads)
+        else:
+            self._decode = PagedDecode(loader, pool, config.heads)
+            self._prefill = PagedPrefill(loader, pool, config.heads, tokens)
+
+        def buffer(width: int) -> Tensor:
+            return torch.empty(tokens, width, dtype=dtype, device=device)
+
+        self._embedded, self._normed = buffer(config.hidden), buffer(config.hidden)
+        self._queries, self._mixed = buffer(config.heads * config.head_dim), buffer(config.heads * config.head_dim)
+        self._gated = buffer(config.intermediate)
+        widths = {(config.heads + 2 * config.kv_heads) * config.head_dim, config.hidden, 2 * config.intermediate}
+        self._products = {width: buffer(width) for width in widths}
+        self._last = torch.empty(state.max_sequences, config.hidden, dtype=dtype, device=device)
+        self._logits = torch.empty(state.max_sequences, config.vocabulary, dtype=torch.float32, device=device)
+
+    def plan(self, step: CudaStep) -> None:
+        """Divide the step's attention among thread blocks: once, after `scatter`, before the first layer."""
+        state = self._state
+        self._stream = step.stream
+        if self._is_exact:
+            return
+        if step.decodes:
+            self._decode.plan(step.stream, state.decode_lengths[: step.decodes], state.rows[: step.decodes])
+        if step.prefill_blocks:
+            self._prefill.plan(step.stream, state.prefill_tokens[: step.sequences], step.prefill_blocks)
+
+    def prefill_blocks(self, tokens: int, sequences: int) -> int:
+        """Work items that are enough for `tokens` query tokens of `sequences` that prefill."""
+        return 0 if self._is_exact else self._prefill.max_blocks(tokens, sequences)
+
+    # --- model.kernels.Kernels
+
+    def prepare(self, parameters: Parameters) -> None:
+        """cuBLAS takes weights as they are."""
+
+    def embed(self, embedding: Tensor, step: CudaStep) -> Tensor:
+        out = self._embedded[: step.tokens]
+        return torch.index_select(embedding, 0, self._state.token_ids[: step.tokens], out=out)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        out = self._products[linear.weight.shape[0]][: len(x)]
+        if linear.bias is None:
+            return torch.mm(x, linear.weight.t(), out=out)
+        return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        out = self._normed[: len(x)]
+        self._norm(self._stream, x, residual, weight, out)
+        return out, x if residual is None else residual  # the kernel adds x to the residual in place
+
+    def append(self, qkv: Tensor, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, step: CudaStep) -> Tensor:
+        state = self._state
+        queries = self._queries[: step.tokens]
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        rows, positions = state.token_rows[: step.tokens], state.positions[: step.tokens]
+        self._append(step.stream, layer, qkv, queries, norms, rows, positions, state.page_tables, state.failed)
+        return queries
+
+    def attention(self, q: Tensor, layer: int, step: CudaStep) -> Tensor:
+        state = self._state
+        out = self._mixed[: step.tokens]
+        if self._is_exact:
+            rows, positions = state.token_rows[: step.tokens], state.positions[: step.tokens]
+            self._exact(step.stream, layer, q, out, state.page_tables, rows, positions)
+            return out
+        if step.decodes:
+            rows, lengths = state.rows[: step.decodes], state.decode_lengths[: step.decodes]
+            self._decode(step.stream, layer, q, out, state.page_tables, rows, lengths)
+        if step.prefill_blocks:
+            rows, lengths = state.rows[: step.sequences], state.lengths[: step.sequences]
+            starts = state.query_starts[: step.sequences + 1]
+            self._prefill(step.stream, layer, q, out, state.page_tables, rows, lengths, starts, step.prefill_blocks)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        out = self._gated[: len(gate_up)]
+        self._silu_mul(self._stream, gate_up, out)
+        return out
+
+    # --- the end of a step
+
+    def logits(self, hidden: Tensor, parameters: Parameters, step: CudaStep) -> Tensor:
+        """(sequences, V) float32, of each sequence's last token."""
+        last = self._last[: step.sequences]
+        torch.index_select(hidden, 0, self._state.last_query[: step.sequences], out=last)
+        out = self._logits[: step.sequences]
+        weight = parameters.head.weight.t()
+        if self._is_exact:
+            return torch.mm(last, weight, out=out)
+        return torch.mm(last, weight, out_dtype=torch.float32, out=out)

@@ -1,0 +1,51 @@
+"""What the network needs computed, as a Protocol: `cpu_kernels` is torch on the CPU, `cuda_kernels` launches `cuda/`.
+
+The methods are coarse on purpose: each is one kernel on a GPU, and a handful of torch operators on the CPU.
+"""
+
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from model.parameters import Linear, Parameters
+
+Step = TypeVar("Step", contravariant=True)
+"""All that one step's kernels read besides weights and pool: each implementation has its own class (`CpuStep`)."""
+
+
+class Kernels(Protocol[Step]):
+    """One object per executor; it knows the pool and the network's sizes. A result may be overwritten by the next call
+    of the same method, so a caller uses one before it asks for another.
+    """
+
+    def prepare(self, parameters: Parameters) -> None:
+        """Bring the weights into the form that `linear` likes best. Once, before the first step; replaces them in
+        place.
+        """
+        ...
+
+    def embed(self, embedding: Tensor, step: Step) -> Tensor:
+        """The rows of `embedding` (V, hidden) for the step's token ids: (T, hidden)."""
+        ...
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """(T, inputs) -> (T, outputs)."""
+        ...
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, sum), both (T, hidden): sum = x + residual (or x), normed = weight * sum / rms(sum). fp32 inside."""
+        ...
+
+    def append(self, qkv: Tensor, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, step: Step) -> Tensor:
+        """Split qkv (T, (H + 2 KH) D), normalise (if given) and rotate queries and keys, write keys and values of
+        `layer` into their frames, finite (kv_pool's NaN rule). Returns the queries, (T, H, D).
+        """
+        ...
+
+    def attention(self, q: Tensor, layer: int, step: Step) -> Tensor:
+        """Causal attention of q (T, H, D) over the frames of each token's row. Returns (T, H * D)."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: (T, 2 I) -> (T, I)."""
+        ...

@@ -1,0 +1,53 @@
+"""The keys and values of all frames: one tensor, frame-major, so that a frame (all layers) is one run of bytes.
+
+    pool[frame, layer, 0 | 1, kv head, token in page, dim]        0: keys (rotated), 1: values
+
+NaN rule. A masked position still enters the arithmetic of a kernel, as 0 * value, and 0 * NaN is NaN. So every byte of
+the pool must be finite at all times: it is zero at allocation, and whoever writes keys or values writes finite ones
+(NaN becomes 0, infinities the largest number) and raises the row's `failed` flag instead (`ForwardBatch.not_finite`).
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mm.page_copies import PageCopies
+from model.config import ModelConfig
+
+
+def frame_bytes(config: ModelConfig, dtype: torch.dtype, page_size: int) -> int:
+    """Bytes of one frame: keys and values of one page, all layers."""
+    return config.layers * 2 * config.kv_heads * page_size * config.head_dim * dtype.itemsize
+
+
+class KvPool:
+    """The CPU's pool. `data` (F, layers, 2, KH, page_size, D), contiguous."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, frames: int, page_size: int) -> None:
+        shape = (frames, config.layers, 2, config.kv_heads, page_size, config.head_dim)
+        self.frames = frames
+        self.page_size = page_size
+        self.layers = config.layers
+        self.kv_heads = config.kv_heads
+        # numpy takes zero pages from the system, which cost nothing until written. torch.zeros writes them all: 2 GiB
+        # would be 2.5 s of start, and resident before the first request.
+        size_bytes = frames * frame_bytes(config, dtype, page_size)
+        self.data = torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
+
+    @property
+    def vectors(self) -> Tensor:
+        """(F * layers * 2 * KH * page_size, D): row ((frame * layers + layer) * 2 + kind) * KH + head) * page_size +
+        token.
+        """
+        return self.data.view(-1, self.data.shape[-1])
+
+    @property
+    def head_pages(self) -> Tensor:
+        """(F * layers * 2 * KH, page_size * D): one head's keys, or values, of one page a row."""
+        return self.data.view(-1, self.page_size * self.data.shape[-1])
+
+    def copy(self, copies: PageCopies) -> None:
+        """Carry out mm's copies: whole frames. Targets are distinct, and none of them is a source."""
+        if len(copies):
+            targets, sources = torch.from_numpy(copies.targets).long(), torch.from_numpy(copies.sources).long()
+            self.data.index_copy_(0, targets, self.data.index_select(0, sources))

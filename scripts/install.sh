@@ -1,0 +1,65 @@
+#!/bin/sh
+# Install this project into $VENV, with the versions of constraints.txt.
+#
+#   VENV=.venv PYTHON=python3 TORCH_INDEX= sh scripts/install.sh '.[dev]'
+#
+# torch comes in builds of very different size. On a machine without an NVIDIA GPU the CPU build is wanted: from wherever
+# pip is configured to find one, else from PyTorch's own CPU index, else what PyPI has (with CUDA, some gigabytes).
+set -eu
+
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-python3}
+TORCH_INDEX=${TORCH_INDEX:-}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+project=${1:-.}
+torch=$(grep '^torch==' constraints.txt)
+
+say() { printf '%s\n' "$*" >&2; }
+
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    say "error: $PYTHON is not Python 3.11 or newer. Choose one: make PYTHON=python3.12 ..."
+    exit 2
+fi
+
+# A venv of another Python, or one that was moved, is made anew.
+if [ -e "$VENV" ] && ! "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    rm -rf "$VENV"
+fi
+if [ ! -e "$VENV" ]; then
+    say "Making $VENV ..."
+    # Some systems ship Python without ensurepip: there, pip from outside puts pip into the venv.
+    if ! "$PYTHON" -m venv "$VENV" >/dev/null 2>&1; then
+        rm -rf "$VENV"
+        "$PYTHON" -m venv --without-pip "$VENV"
+        "$PYTHON" -m pip --python "$VENV/bin/python" install -q pip
+    fi
+fi
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+has_torch() { "$VENV/bin/python" - "$torch" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import version
+sys.exit("torch==" + version("torch").partition("+")[0] != sys.argv[1])
+PY
+}
+
+finds_cpu_build() {
+    pip install -q --dry-run --no-deps --ignore-installed --report - "$torch" 2>/dev/null |
+        "$VENV/bin/python" -c 'import json, sys; sys.exit("+cpu" not in json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2>/dev/null
+}
+
+if ! has_torch; then
+    say "Installing $torch (once; a few hundred megabytes) ..."
+    if [ -n "$TORCH_INDEX" ]; then
+        pip install -q --no-deps --index-url "$TORCH_INDEX" "$torch"
+    elif nvidia-smi -L >/dev/null 2>&1 || [ "$(uname -sm)" != "Linux x86_64" ] || finds_cpu_build; then
+        pip install -q -c constraints.txt "$torch"
+    elif ! pip install -q --no-deps --retries 1 --timeout 20 --index-url "$CPU_INDEX" "$torch" 2>/dev/null; then
+        say "No CPU build of torch is to be had: installing the one with CUDA, which is much larger."
+        pip install -q -c constraints.txt "$torch"
+    fi
+fi
+
+say "Installing what $project needs ..."
+pip install -q -c constraints.txt -e "$project"

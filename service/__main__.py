@@ -1,0 +1,105 @@
+"""The command `pagewalk`: settings, the wiring of every object, signals, exit codes.
+
+    serve         load a model and answer requests
+    check         load a model, generate a little, and say how it went
+    config show   print the settings in force, and where each came from
+
+Exit codes: 0 well; 2 a setting is wrong; 3 the model cannot be loaded; 4 the device or its memory is not enough;
+70 a fault of ours. Everything but the last is one line that says what to do.
+"""
+
+import os
+
+# Before torch and its OpenMP are loaded, or it is too late. Threads that spin while they wait make every step 5 to 20
+# times slower on a machine with other work, as a laptop is; a sleeping thread costs microseconds to wake.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Prompts are encoded one at a time beside a running engine: no threads of the tokenizer's own.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import uvloop
+
+from service import logs
+from service.errors import ConfigurationError
+from service.server import Failure, Server, check
+from service.settings import Parser, Settings, SettingsError, add_flags, load_settings, to_toml
+
+EXIT_OK, EXIT_SETTINGS, EXIT_FAULT = 0, 2, 70
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    code = run(sys.argv[1:] if arguments is None else list(arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread that loads a model, or waits for a step, would be waited for.
+    os._exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Carry out one command; returns the exit code."""
+    try:
+        given = _parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has said what is wrong, or has printed the help
+        return end.code if isinstance(end.code, int) else EXIT_SETTINGS
+    try:
+        settings, origins = load_settings(vars(given), os.environ)
+        if given.command == "config":
+            sys.stdout.write(to_toml(settings, origins))
+            return EXIT_OK
+        logs.configure(settings.log_level, settings.log_format)
+        return _run_in_loop(given.command, settings)
+    except (SettingsError, ConfigurationError) as error:
+        return _fail(EXIT_SETTINGS, error)
+    except Failure as error:
+        return _fail(error.code, error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        logging.getLogger("pagewalk").critical("this should not have happened", exc_info=error)
+        return EXIT_FAULT
+
+
+def _run_in_loop(command: str, settings: Settings) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if command == "check":
+            print(runner.run(check(settings)))
+            return EXIT_OK
+        return runner.run(Server(settings, version("pagewalk")).run())
+
+
+def _fail(code: int, error: Exception) -> int:
+    print(f"pagewalk: error: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pagewalk",
+        description="A server for language models. Its KV cache is run like an operating system's virtual memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"pagewalk {version('pagewalk')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    serve: dict[str, Any] = {
+        "description": "Load a model and answer requests in the form of the OpenAI API. Each flag is also a variable "
+        "(PAGEWALK_MAX_NUM_SEQS) and a name in the --config file (max_num_seqs); flags win over variables, "
+        "variables over the file.",
+    }
+    add_flags(commands.add_parser("serve", help="load a model and answer requests", **serve))
+    add_flags(commands.add_parser("check", help="load a model, generate a little, and exit"))
+    config = commands.add_parser("config", help="look at the settings").add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser
+    )
+    add_flags(config.add_parser("show", help="print the settings in force as TOML, and where each came from"))
+    return parser
+
+
+if __name__ == "__main__":
+    main()

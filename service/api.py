@@ -1,0 +1,202 @@
+"""The routes of the public port, and the small ones themselves: models, tokenizer, health. No engine logic.
+
+`make_app` needs a FrontEnd only; the model joins it when it is loaded. Start the app with `http_server.make_runner`.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from service import admin
+from service.body import read_body
+from service.completions import create_chat_completion, create_completion
+from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
+from service.front_end import FRONT_END, FrontEnd
+from service.generation import chat_prompt, check_text_length
+from service.middleware import ACCESS, Access, Handler, add_headers, answer_every_request, answer_expect
+from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
+from service.served_model import ServedModel
+
+Route = tuple[str, str, Handler, Access]
+
+
+def make_app(front_end: FrontEnd) -> web.Application:
+    """The application of the public port; with an admin key, the admin routes too."""
+    routes = ROUTES if front_end.settings.admin_api_key is None else [*ROUTES, *ADMIN_ROUTES]
+    return _application(front_end, routes)
+
+
+def make_admin_app(front_end: FrontEnd) -> web.Application:
+    """The application of the admin port. Whoever reaches that port may use it, unless there is an admin key."""
+    if front_end.settings.admin_api_key is not None:
+        return _application(front_end, ADMIN_ROUTES)
+    return _application(front_end, [(method, path, handler, "open") for method, path, handler, _ in ADMIN_ROUTES])
+
+
+def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Application:
+    app = web.Application(middlewares=[answer_every_request], client_max_size=front_end.settings.body_limit_bytes)
+    app[FRONT_END] = front_end
+    access: dict[web.AbstractResource, Access] = {}
+    for method, path, handler, who in routes:
+        route = app.router.add_route(method, path, handler, expect_handler=answer_expect)
+        if method == "GET":
+            app.router.add_route("HEAD", path, handler, expect_handler=answer_expect)
+        assert route.resource is not None
+        access[route.resource] = who
+    app[ACCESS] = access
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+# ---------------------------------------------------------------- models and tokenizer
+
+
+def _model_entry(model: ServedModel, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "pagewalk",
+        "root": model.root,
+        "parent": None,
+        "max_model_len": model.client.limits.max_model_len,
+    }
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    model = request.app[FRONT_END].loaded()
+    return _json({"object": "list", "data": [_model_entry(model, name) for name in model.names]})
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; an id may contain slashes."""
+    model = request.app[FRONT_END].loaded()
+    name = request.match_info["id"]
+    return _json(_model_entry(model, model.check_name(name)))
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: the ids that a completion or a chat would begin with."""
+    model = request.app[FRONT_END].loaded()
+    body = await read_body(request, TokenizeBody)
+    model.check_name(body.model)
+    if body.prompt is not None:
+        check_text_length(len(body.prompt), model.client.limits)
+        ids = await model.tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        ids = await chat_prompt(body, model)
+    return _json(
+        {
+            "count": len(ids),
+            "max_model_len": model.client.limits.max_model_len,
+            "tokens": ids,
+            "token_strs": model.tokenizer.token_strings(ids) if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: the text of ids, special tokens included."""
+    model = request.app[FRONT_END].loaded()
+    body = await read_body(request, DetokenizeBody)
+    model.check_name(body.model)
+    ids = body.tokens or []
+    check_token_ids(ids, model.client.limits.vocabulary, param="tokens", path="$.tokens")
+    return _json({"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """GET /tokenizer_info."""
+    return _json(request.app[FRONT_END].loaded().tokenizer.info())
+
+
+# ---------------------------------------------------------------- health
+
+
+async def live(request: web.Request) -> web.Response:
+    """GET /live: 200 from the first moment; 503 once only a restart helps."""
+    _check_alive(request.app[FRONT_END])
+    return web.Response()
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health, /ping: 200 once it can serve, also while it drains."""
+    front_end = request.app[FRONT_END]
+    _check_alive(front_end)
+    if front_end.state != "draining":
+        front_end.ready()
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 when a request would be admitted now."""
+    front_end = request.app[FRONT_END]
+    _check_alive(front_end)
+    try:
+        front_end.ready().client.check_admission(1)
+    except QueueFull as full:
+        raise ServiceUnavailable(str(full), retry_after_s=full.retry_after_s) from None
+    return web.Response()
+
+
+def _check_alive(front_end: FrontEnd) -> None:
+    if not front_end.is_alive:
+        raise EngineDead("The engine has stopped, or has not finished a step for too long.")
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return _json({"version": request.app[FRONT_END].settings.version})
+
+
+async def load(request: web.Request) -> web.Response:
+    """GET /load: requests that generate now, waiting ones included."""
+    return _json({"server_load": request.app[FRONT_END].generating})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics."""
+    body, content_type = request.app[FRONT_END].metrics.render(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def not_yet(request: web.Request) -> web.Response:
+    """Routes that the API names and a later release serves."""
+    raise NotImplementedYet(f"{request.method} {quoted(request.path)} is not served by this version.")
+
+
+ROUTES: list[Route] = [
+    ("POST", "/v1/completions", create_completion, "key"),
+    ("POST", "/v1/chat/completions", create_chat_completion, "key"),
+    ("GET", "/v1/models", list_models, "key"),
+    ("GET", "/v1/models/{id:.+}", show_model, "key"),
+    ("POST", "/tokenize", tokenize, "key"),
+    ("POST", "/detokenize", detokenize, "key"),
+    ("GET", "/tokenizer_info", tokenizer_info, "key"),
+    ("GET", "/live", live, "open"),
+    ("GET", "/health", health, "open"),
+    ("GET", "/ready", ready, "open"),
+    ("GET", "/ping", health, "open"),
+    ("GET", "/version", version, "open"),
+    ("GET", "/load", load, "open"),
+    ("GET", "/metrics", metrics, "open"),
+    ("POST", "/v1/responses", not_yet, "key"),
+    ("POST", "/v1/messages", not_yet, "key"),
+    ("POST", "/v1/embeddings", not_yet, "key"),
+    ("GET", "/v1/requests", not_yet, "key"),
+    ("GET", "/v1/requests/{id}", not_yet, "key"),
+    ("DELETE", "/v1/requests/{id}", not_yet, "key"),
+    ("POST", "/v1/requests/{id}/fork", not_yet, "key"),
+    ("GET", "/openapi.json", not_yet, "open"),
+    ("GET", "/docs", not_yet, "open"),
+]
+
+ADMIN_ROUTES: list[Route] = [
+    ("GET", "/admin/v1/meminfo", admin.meminfo, "admin"),
+]

@@ -1,0 +1,154 @@
+"""Puts an engine together: model files -> parameters -> executor -> memory manager -> scheduler -> engine.
+
+One place, so that the server, `pagewalk check` and the benchmarks run the very same thing. Importing it imports torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from mm import PAGE_SIZE, MemoryManager, pages_for
+from model.config import ModelConfig, read_config
+from model.cpu_executor import CpuExecutor, choose_dtype
+from model.executor import Executor
+from model.kv_pool import frame_bytes
+from model.loader import load_parameters, random_parameters
+from model.parameters import Parameters
+from service.engine import Engine, EngineObserver
+from service.engine_client import Limits, LocalEngineClient
+from service.errors import ConfigurationError
+from service.scheduler import Scheduler, SchedulerSettings
+
+Report = Callable[[int, int], None]
+"""Progress of loading: report(done_bytes, total_bytes)."""
+
+CPU_KV_BYTES = 2 << 30
+"""Default bound of the CPU's KV pool. Its memory is taken when touched, so a server with little load stays small."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides about an engine. None: chosen for the device and the model."""
+
+    device: str = "auto"  # auto, cpu, cuda
+    dtype: str = "auto"
+    load_format: str = "auto"  # "dummy": random weights from `seed`, for benchmarks
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    page_size: int = PAGE_SIZE
+    threads: int | None = None  # of the CPU executor
+    max_waiting: int = 8192
+    step_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine, ready to run, and what a front end needs to know of it."""
+
+    config: ModelConfig
+    executor: Executor
+    engine: Engine
+    client: LocalEngineClient
+    device: str
+    dtype: str
+
+
+def assemble(
+    settings: EngineSettings, folder: Path, observer: EngineObserver, report: Report | None = None
+) -> Assembly:
+    """Load the model in `folder` and build everything around it. Takes seconds; the engine is not running yet.
+
+    Raises: model.errors.ModelError for the model; ConfigurationError for settings that cannot work with it.
+    """
+    config = read_config(folder)
+    device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device == "cuda"
+    dtype = _device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
+    max_length = _max_length(settings.max_model_len, config)
+    max_rows = settings.max_num_seqs or (1024 if on_gpu else 32)
+    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 512)
+    if budget < max_rows:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({budget}) is below max_num_seqs ({max_rows}): a step gives each Sequence a token"
+        )
+    if settings.load_format == "dummy":
+        parameters = random_parameters(config, dtype, device, settings.seed)
+    else:
+        parameters = load_parameters(folder, config, dtype, device, report)
+    max_pages = pages_for(max_length, settings.page_size)
+    make = _cuda_executor if on_gpu else _cpu_executor
+    executor = make(settings, config, parameters, max_rows, max_pages, budget)
+    memory = MemoryManager(frames=executor.frames, max_rows=max_rows, max_pages=max_pages, page_size=settings.page_size)
+    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=budget, max_length=max_length))
+    limits = Limits(
+        max_model_len=max_length,
+        max_request_tokens=memory.max_tokens,
+        max_waiting=settings.max_waiting,
+        vocabulary=config.vocabulary,
+    )
+    engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s)
+    client = LocalEngineClient(engine)
+    engine.connect(0, client)
+    return Assembly(config, executor, engine, client, device, str(dtype).removeprefix("torch."))
+
+
+def _max_length(asked: int | None, config: ModelConfig) -> int:
+    if asked is not None and asked > config.max_positions:
+        raise ConfigurationError(f"max_model_len is {asked}, but the model has {config.max_positions} positions")
+    return asked or config.max_positions
+
+
+def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
+    """auto: the checkpoint's, bfloat16 if it does not say."""
+    name = (config.dtype or "bfloat16") if requested == "auto" else requested
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _cuda_executor(
+    settings: EngineSettings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
+) -> Executor:
+    from model.cuda_executor import CudaExecutor  # imports CuPy and the kernels' loader: absent where there is no GPU
+
+    if settings.page_size != PAGE_SIZE:
+        raise ConfigurationError(f"page_size is {settings.page_size}: the CUDA kernels take {PAGE_SIZE}")
+    frames = None
+    if settings.kv_cache_memory_bytes is not None:
+        frames = _frames_in(settings.kv_cache_memory_bytes, config, parameters, settings.page_size)
+    return CudaExecutor(
+        config,
+        parameters,
+        frames=frames,
+        utilization=settings.gpu_memory_utilization,
+        max_rows=max_rows,
+        max_pages=max_pages,
+        max_batched_tokens=budget,
+    )
+
+
+def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, page_size: int) -> int:
+    one = frame_bytes(config, parameters.embedding.dtype, page_size)
+    if size_bytes < one:
+        raise ConfigurationError(f"kv_cache_memory_bytes is {size_bytes}: one frame takes {one}")
+    return size_bytes // one
+
+
+def _cpu_executor(
+    settings: EngineSettings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
+) -> Executor:
+    frames = _frames_in(settings.kv_cache_memory_bytes or CPU_KV_BYTES, config, parameters, settings.page_size)
+    frames = min(frames, max_rows * max_pages)  # more could never be used
+    return CpuExecutor(
+        config,
+        parameters,
+        frames=frames,
+        max_rows=max_rows,
+        max_pages=max_pages,
+        page_size=settings.page_size,
+        threads=settings.threads,
+    )

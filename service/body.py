@@ -1,0 +1,52 @@
+"""Reads a request's body: its kind, its size, its bytes, its fields. Each fault has its own status."""
+
+from email.message import Message
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from service.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType, quoted
+from service.front_end import FRONT_END
+from service.middleware import ID, IGNORED, check_length
+from service.schema import Body, decode
+
+log = structlog.get_logger("pagewalk.http")
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: web.Request, kind: type[B]) -> B:
+    """The checked body. Raises BadRequest, NotImplementedYet, PayloadTooLarge or UnsupportedMediaType.
+
+    A body over the limit is refused as soon as its length is known: at once if it is declared, else when the limit has
+    been read.
+    """
+    _check_content_type(request)
+    check_length(request)
+    settings = request.app[FRONT_END].settings
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise PayloadTooLarge(f"The body has more than {settings.body_limit_bytes} bytes, the limit.") from None
+    except web.RequestPayloadError:
+        raise BadRequest("The body cannot be read: its transfer encoding is broken.") from None
+    body, ignored = decode(raw, kind, settings.unknown_fields)
+    if ignored:
+        request[IGNORED] = ignored
+        log.warning("unknown fields ignored", request_id=request[ID], fields=[quoted(name) for name in ignored[:16]])
+    return body
+
+
+def _check_content_type(request: web.Request) -> None:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(f"Compressed bodies are not read: Content-Encoding {quoted(encoding)}.")
+    given = request.headers.get("Content-Type")
+    if given is None:
+        return
+    header = Message()
+    header["Content-Type"] = given
+    charset = header.get_content_charset("utf-8")
+    if header.get_content_type() != "application/json" or charset not in ("utf-8", "utf8"):
+        raise UnsupportedMediaType(f"The body must be application/json in UTF-8, not {quoted(given)}.")

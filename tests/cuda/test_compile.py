@@ -1,0 +1,177 @@
+"""Every kernel that a launcher can ask for compiles for every architecture, within its registers, without a GPU."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuda.compile
+from cuda.compile import ARCHITECTURES, build, read_source
+from cuda.errors import CompileError
+from cuda.frames import FrameLayout, FramePool
+from cuda.kv_append import KvAppend
+from cuda.launch import Argument, Grid, Kernel, KernelSpec
+from cuda.page_copy import PageCopy
+from cuda.paged_attention_f32 import PagedAttentionF32
+from cuda.paged_decode import PagedDecode
+from cuda.paged_prefill import PagedPrefill
+from cuda.rms_norm import RmsNorm
+from cuda.sample import Sample, StepResults
+from cuda.scatter import DeviceState, Scatter
+from cuda.silu_mul import SiluMul
+
+FILES = sorted(path.name for path in cuda.compile.KERNELS.glob("*.cu"))
+ROOT = Path(cuda.compile.__file__).parents[1]
+
+
+class NotLaunchable:
+    """What a RecordingLoader hands out."""
+
+    def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
+        raise AssertionError("nothing runs here")
+
+
+class RecordingLoader:
+    """Remembers which kernels the launchers ask for on a device of one capability."""
+
+    multiprocessors = 2
+
+    def __init__(self, architecture: str) -> None:
+        self.capability = int(architecture[3:5])
+        self.asked: dict[str, set[KernelSpec]] = {file: set() for file in FILES}
+
+    def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
+        self.asked[file].update(specs)
+        return [NotLaunchable() for _ in specs]
+
+
+def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
+    """All launchers, for all dtypes, head sizes and sizes of groups."""
+    loader = RecordingLoader(architecture)
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 128)):
+        for width in (576, 4096, 16384):
+            RmsNorm(loader, dtype, width, 1e-5)
+        SiluMul(loader, dtype, 1536)
+        pool = FramePool(FrameLayout(1, 1, head_dim, dtype), 1, "cpu")
+        angles = torch.zeros(4, head_dim // 2)
+        KvAppend(loader, pool, 4, angles, angles, 1e-5)
+        PageCopy(loader, pool)
+        if dtype == torch.float32:
+            PagedAttentionF32(loader, pool, 4)
+        else:
+            PagedPrefill(loader, pool, 4, 128)
+            for heads in (4, 8):
+                PagedDecode(loader, pool, heads)
+    state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
+    Scatter(loader, state)
+    Sample(loader, state, StepResults(1, 1, page_locked=False), 8)
+    return loader.asked
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", FILES)
+def test_compiles_without_spills_or_warnings(file, architecture, build_folder) -> None:
+    """A spill in a kernel costs more than any trick gains; C7510 and C7512 (warnings) mean serialized tensor cores."""
+    specs = everything_asked_for(architecture)[file]
+    assert specs, "no launcher asks for this file's kernels"
+    built = build(file, sorted(spec.instance for spec in specs), architecture, cache_folder=build_folder)
+    assert built.warnings == []
+    resources = built.resources()
+    for spec in specs:
+        need = resources[spec.instance]
+        assert need.spill_bytes == 0, spec.instance
+        assert need.stack_bytes == 0, spec.instance
+        assert need.registers * spec.block <= 65536, spec.instance
+        assert spec.shared_bytes <= {80: 163, 89: 99, 90: 227}[int(architecture[3:5])] * 1024, spec.instance
+
+
+def test_a_second_build_is_read_from_the_disk(tmp_path, monkeypatch) -> None:
+    """Same text, options and compiler: no compiler runs."""
+    first = build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path)
+    monkeypatch.setattr(cuda.compile, "_compile", None)
+    assert build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path) == first
+    assert first.cubin.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_an_edited_include_is_another_build(tmp_path, monkeypatch) -> None:
+    """The key covers what is pasted in, and every architecture has its own entry."""
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "a.cu").write_text('#include "b.cuh"\nextern "C" __global__ void k(int* p) { *p = VALUE; }\n')
+    monkeypatch.setattr(cuda.compile, "KERNELS", kernels)
+    seen = set()
+    for value, architecture in ((1, "sm_80"), (2, "sm_80"), (2, "sm_90a")):
+        (kernels / "b.cuh").write_text(f"#define VALUE {value}\n")
+        seen.add(build("a.cu", ["k"], architecture, cache_folder=tmp_path).cubin)
+    assert len(seen) == 3
+
+
+def test_another_process_may_have_been_first(tmp_path, monkeypatch) -> None:
+    """Its entry is used, and no scratch is left behind."""
+    compile_once = cuda.compile._compile
+
+    def overtaken(*arguments):
+        result = compile_once(*arguments)
+        monkeypatch.setattr(cuda.compile, "_compile", compile_once)
+        build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path)
+        return result
+
+    monkeypatch.setattr(cuda.compile, "_compile", overtaken)
+    assert build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path).cubin.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_unfinished_entry_is_no_entry(tmp_path) -> None:
+    """build.json is the last thing that matters: a folder without it is built again."""
+    entry = build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path).cubin.parent
+    for file in entry.iterdir():
+        file.unlink()
+    entry.rmdir()
+    assert build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path).cubin.exists()
+
+
+def test_a_refused_source_says_where(tmp_path, monkeypatch) -> None:
+    """The error carries the compiler's own words."""
+    (tmp_path / "broken.cu").write_text('extern "C" __global__ void k() { return nonsense; }\n')
+    monkeypatch.setattr(cuda.compile, "KERNELS", tmp_path)
+    with pytest.raises(CompileError, match='identifier "nonsense" is undefined'):
+        build("broken.cu", ["k"], "sm_80", cache_folder=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_sources_name_no_header_but_ours(file) -> None:
+    """Pasting left no include behind: a build needs no toolkit."""
+    assert "#include" not in read_source(file)
+
+
+ORDERS = list(itertools.permutations(("cuda.launch", "cuda.bindings.nvrtc", "cuda.pathfinder", "cupy"), 4))[::5]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order))
+@pytest.mark.parametrize("first", [True, False])
+def test_the_name_cuda_is_shared(order, first, tmp_path) -> None:
+    """NVIDIA's packages and ours import together, in any order, wherever the repository stands on the path."""
+    script = f"""
+import importlib, sys, json
+sys.path[:] = [p for p in sys.path if p not in ("", {str(ROOT)!r})]
+sys.path.insert(0 if {first} else len(sys.path), {str(ROOT)!r})
+print(json.dumps([importlib.import_module(name).__name__ for name in {order!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout) == list(order)
+
+
+def test_a_package_that_hides_ours_is_named(tmp_path) -> None:
+    """Old distributions shipped a regular package `cuda`: start says so, and where it is."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "__init__.py").write_text("")
+    script = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; from model.cuda_namespace import *; check_cuda_namespace()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"hidden by {tmp_path / 'cuda' / '__init__.py'}" in done.stderr

@@ -1,0 +1,154 @@
+"""The whole network over the CUDA kernels, from a plan to sampled tokens, against the CPU executor."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from network import Network
+from plan_driver import PlanDriver
+
+from model.config import ModelConfig, parse_config
+from model.cpu_executor import CpuExecutor
+from model.cuda_executor import RING, DeviceProgram
+from model.parameters import random_parameters
+from model.step_plan import SamplingParameters, StepPlan, StepResult
+
+ROWS, PAGES, BUDGET = 8, 8, 64
+
+
+def tiny_config(architecture: str = "LlamaForCausalLM", **fields: Any) -> ModelConfig:
+    settings = {
+        "architectures": [architecture],
+        "vocab_size": 211,
+        "hidden_size": 96,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }
+    return parse_config(settings | fields)
+
+
+class ProgramExecutor:
+    """An Executor that runs each step to its end: DeviceProgram without graphs, on any loader."""
+
+    polls = 0
+
+    def __init__(self, device: Any, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.device = device
+        parameters = spread(config, dtype, device.name)
+        self.program = DeviceProgram(
+            config,
+            parameters,
+            device.loader,
+            frames=60,
+            utilization=0.5,
+            max_rows=ROWS,
+            max_pages=PAGES,
+            max_tokens=BUDGET,
+            page_locked=not device.is_emulated,
+        )
+        self.frames, self.frame_bytes = 60, self.program.pool.layout.frame_bytes
+        self.vocabulary = config.vocabulary
+
+    def submit(self, plan: StepPlan) -> Any:
+        slot, stream = plan.step % RING, self.device.stream
+        self.program.upload(plan, slot, stream)
+        self.program.run(self.program.sizes(plan, stream))
+        self.device.synchronize()
+        assert self.program.results.is_done(slot, plan.step)
+        tokens, failed = self.program.results.read(slot, len(plan.rows))
+        return Done(plan.step, StepResult(tokens, failed != 0))
+
+    def close(self) -> None: ...
+
+
+class Done:
+    def __init__(self, step: int, result: StepResult) -> None:
+        self.step, self.result = step, result
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+def spread(config: ModelConfig, dtype: torch.dtype, device: str) -> Any:
+    """Random parameters whose logits differ clearly; the same on every device."""
+    parameters = random_parameters(config, torch.float32, "cpu", seed=3)
+    from model.parameters import allocate, parts_of
+
+    target = allocate(config, dtype, device)
+    for source, part in zip(parts_of(config, parameters), parts_of(config, target), strict=True):
+        scale = 1.0 if source.name.endswith("norm.weight") else 8.0
+        part.target.copy_(source.target * scale)
+    return target
+
+
+def cpu_executor(config: ModelConfig, dtype: torch.dtype) -> CpuExecutor:
+    parameters = spread(config, dtype, "cpu")
+    return CpuExecutor(config, parameters, frames=60, max_rows=ROWS, max_pages=PAGES, threads=1)
+
+
+def prompts() -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 211, length).tolist() for length in (1, 15, 16, 17, 40, 70)]
+
+
+CONFIGS = {
+    "Llama, groups of 3": tiny_config(),
+    "Qwen3, norms, tied": tiny_config("Qwen3ForCausalLM", tie_word_embeddings=True),
+    "Qwen2, biases, head size 128": tiny_config(
+        "Qwen2ForCausalLM", head_dim=128, num_attention_heads=2, num_key_value_heads=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_tokens_are_those_of_the_cpu_executor(name: str, device: Any) -> None:
+    """Greedy and drawn, prefill in chunks, decode, feedback: the same plans give exactly the same tokens."""
+    config = CONFIGS[name]
+    sampling = [SamplingParameters(temperature=0.0)] * 3 + [
+        SamplingParameters(temperature=0.8, seed=5),
+        SamplingParameters(temperature=1.0, top_k=20, seed=2**64 - 1),
+        SamplingParameters(temperature=1.2, top_k=50, top_p=0.9, seed=9),
+    ]
+    outputs = []
+    for executor in (cpu_executor(config, torch.float32), ProgramExecutor(device, config, torch.float32)):
+        everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, sampling=sampling, arrive=2)
+        assert not any(sequence.failed for sequence in everyone)
+        outputs.append([sequence.output for sequence in everyone])
+        executor.close()
+    assert outputs[0] == outputs[1]
+
+
+NEAR_TIE_16_BITS = 0.3
+"""How far, in log-probability, the token chosen in 16 bits may lie behind the best one in float32."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sixteen_bit_tokens_differ_at_near_ties_only(name: str, dtype: torch.dtype, device: Any) -> None:
+    """The tensor cores' kernels in the network: every greedy token is float32's best, or nearly."""
+    config = CONFIGS[name]
+    executor = ProgramExecutor(device, config, dtype)
+    if device.is_emulated:  # torch has no product of 16-bit matrices into float32 on the CPU
+        executor.program.kernels.logits = partial(plain_logits, executor.program)  # type: ignore[method-assign]
+    everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, arrive=2)
+    exact = Network(config, spread(config, torch.float32, "cpu"))
+    for sequence in everyone:
+        ids = sequence.prompt + sequence.output
+        scores = exact.logits(ids, [len(ids)])[len(sequence.prompt) - 1 : -1].log_softmax(-1)
+        chosen = scores.gather(1, torch.tensor(sequence.output)[:, None]).squeeze(1)
+        assert (scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS
+
+
+def plain_logits(program: DeviceProgram, hidden: torch.Tensor, parameters: Any, step: Any) -> torch.Tensor:
+    last = hidden[program.state.last_query[: step.sequences].long()]
+    return last.float() @ parameters.head.weight.float().t()

@@ -1,0 +1,171 @@
+"""Decode attention against float64, per sequence and head."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_gpu import EmulatedLoader
+from kernel_devices import Device, open_device
+from paged_cases import attention, either, paged_case, worst_error
+
+from cuda.errors import ShapeMismatch
+from cuda.frames import FrameLayout
+from cuda.paged_decode import BEFORE_HOPPER, FEW, MANY, SOME, PagedDecode
+
+LIMIT = 5e-3  # 1e-3 is what rounding to bf16 gives
+EDGES = [1, 16, 17, 0, 15, 33, 300, 31, 32]
+
+
+@pytest.fixture(scope="module", params=["emulated-80", "emulated-90", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, build_folder: Path) -> Device:
+    """As everywhere, and the code path of Ampere too: this kernel has two."""
+    if request.param != "gpu" and not EmulatedLoader.is_possible():
+        pytest.skip("the emulated GPU needs g++")
+    return open_device(request.param, build_folder)
+
+
+def run(
+    device, generator, lengths, *, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, shape=None, blocks=None
+) -> float:
+    """Decode once over random pages; the worst error. Runs twice: the second must agree bit for bit, and leave the
+    counters 0.
+    """
+    case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
+    decode = PagedDecode(device.loader, case.pool, heads, shape=shape)
+    if blocks is not None:
+        decode._multiprocessors = blocks  # a grid of any size must do
+        decode._starts = torch.zeros(2 * 3 * blocks, 4, dtype=torch.int32, device=device.name)
+        decode._parts = torch.empty(2 * 3 * blocks, *decode._parts.shape[1:], device=device.name)
+    decode._parts.fill_(float("nan"))
+    q = torch.randn(len(lengths), heads * head_dim, generator=generator).to(dtype)
+    outs = []
+    for _ in range(2):
+        out = torch.full_like(q, float("nan"), device=device.name)
+        decode.plan(device.stream, case.lengths, case.rows)
+        device.synchronize()  # the attention may begin before its predecessor has ended: that must not be the plan
+        decode(device.stream, 1, q.to(device.name), out, case.page_tables, case.rows, case.lengths)
+        device.synchronize()
+        assert not decode.tickets().any()
+        outs.append(out.cpu())
+    present = torch.tensor(lengths) > 0
+    assert torch.equal(outs[0][present], outs[1][present])
+    assert outs[0][~present].isnan().all()  # padding is not written
+    heads_of = outs[0].view(-1, heads, head_dim)
+    reference = [
+        attention(q[b].view(1, heads, head_dim), case.keys[b], case.values[b])
+        for b in range(len(lengths))
+        if lengths[b]
+    ]
+    return worst_error(heads_of[present], torch.cat([torch.empty(0, heads, head_dim), *reference]))
+
+
+GROUPS = [(2, 2), (9, 3), (8, 2), (7, 1), (16, 2), (24, 2), (11, 1)]  # 1, 3, 4, 7, 8, 12 and 11 query heads a kv head
+ON_ALL = [(2, 2, 64), (9, 3, 64), (8, 2, 128), (7, 1, 128), (16, 2, 64), (24, 2, 128), (11, 1, 64)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), either(ON_ALL, [(*g, d) for g in GROUPS for d in (64, 128)])
+)
+def test_every_group_size(device, generator, heads, kv_heads, head_dim) -> None:
+    """Lengths at page edges, absent sequences among them, whatever number of query heads shares a kv head."""
+    shape = SOME if device.is_emulated else None
+    assert run(device, generator, EDGES, heads=heads, kv_heads=kv_heads, head_dim=head_dim, shape=shape) < LIMIT
+
+
+SHAPES = {"few": FEW, "some": SOME, "many": MANY, "before Hopper": BEFORE_HOPPER}
+ON_ALL = [
+    ("few", 128, torch.bfloat16),
+    ("some", 64, torch.float16),
+    ("many", 128, torch.float16),
+    ("before Hopper", 64, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "dtype"),
+    either(ON_ALL, itertools.product(SHAPES, (64, 128), (torch.bfloat16, torch.float16))),
+)
+def test_every_shape_and_dtype(device, generator, shape, head_dim, dtype) -> None:
+    """Each way of filling a multiprocessor gives the same answer."""
+    error = run(device, generator, EDGES, heads=9, kv_heads=3, head_dim=head_dim, dtype=dtype, shape=SHAPES[shape])
+    assert error < LIMIT
+
+
+def test_the_shape_follows_the_size_of_the_batch(device, generator) -> None:
+    """What the constructor leaves open is decided by sequences * kv heads."""
+    case = paged_case(FrameLayout(1, 8, 64, torch.bfloat16), [1], device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, 32)
+    assert [decode._shape(n) for n in (1, 8, 9, 32, 33, 1024)] == [FEW, FEW, SOME, SOME, MANY, MANY]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 132])
+def test_every_grid(device, generator, blocks) -> None:
+    """However the work is cut among blocks, also with most of them idle, or one item cut into many parts."""
+    lengths = [700, 1, 0, 0, 40, 129]
+    assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY) < LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 4, 128)])
+def test_large_and_ragged(device, generator, heads, kv_heads, head_dim) -> None:
+    """Long sequences beside short ones: an item of many parts, many items a block."""
+    lengths = [5000, 1, 2048, 2047, 0, 33, 1000, *torch.randint(1, 600, (93,), generator=generator).tolist()]
+    assert run(device, generator, lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim) < LIMIT
+
+
+def test_no_sequences(device, generator) -> None:
+    """A batch of padding alone does nothing."""
+    assert run(device, generator, [0, 0, 0], heads=8, kv_heads=2) == 0.0
+
+
+def test_too_many_sequences_are_refused(device, generator) -> None:
+    """The plan kernel has a thread a sequence; more would be silently left out."""
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, 1)
+    many = torch.zeros(1025, dtype=torch.int32, device=device.name)
+    with pytest.raises(ShapeMismatch, match="1025"):
+        decode.plan(device.stream, many, many)
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_lengths(device, generator) -> None:
+    """Captured once, a graph follows lengths, tables and rows that change in place."""
+    layout, heads, capacity = FrameLayout(1, 2, 128, torch.bfloat16), 8, 7
+    first = paged_case(layout, [5, 100, 0, 31, 0, 0, 0], "cuda", generator)
+    second = paged_case(layout, [1, 0, 640, 32, 17, 900, 0], "cuda", generator)
+    pool = first.pool if first.pool.frames > second.pool.frames else second.pool
+    decode = PagedDecode(device.loader, pool, heads)
+    q = torch.randn(capacity, heads * 128, generator=generator).bfloat16().cuda()
+    out = torch.empty_like(q)
+    rows, lengths = torch.full((2, capacity), -1, dtype=torch.int32, device="cuda")
+    tables = torch.zeros(10, 64, dtype=torch.int32, device="cuda")
+
+    def load(case) -> None:
+        pool.data[: case.pool.frames].copy_(case.pool.data.clone())
+        tables[:, : case.page_tables.shape[1]].copy_(case.page_tables)
+        rows.copy_(case.rows)
+        lengths.copy_(case.lengths)
+
+    stored = [(case, case.pool.data.clone()) for case in (first, second)]
+    lengths.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        decode.plan(stream, lengths, rows)
+        out.fill_(float("nan"))  # a kernel must stand between the plan and what overlaps with its predecessor
+        decode(stream, 0, q, out, tables, rows, lengths)
+    for case, data in [*stored, *stored]:
+        case.pool.data.copy_(data)
+        load(case)
+        graph.replay()
+        torch.cuda.synchronize()
+        present = case.lengths.cpu() > 0
+        reference = [
+            attention(q[b].cpu().view(1, heads, 128), case.keys[b], case.values[b])[0]
+            for b in range(capacity)
+            if present[b]
+        ]
+        assert worst_error(out.cpu().view(capacity, heads, 128)[present], torch.stack(reference)) < LIMIT
+        assert out.cpu()[~present].isnan().all()
+        assert not decode.tickets().any()

@@ -1,0 +1,169 @@
+"""Prefill attention, and the plain float32 attention, against float64, per token and head."""
+
+import itertools
+
+import pytest
+import torch
+from paged_cases import attention, either, paged_case, worst_error
+
+from cuda.errors import ShapeMismatch
+from cuda.frames import FrameLayout
+from cuda.paged_attention_f32 import PagedAttentionF32
+from cuda.paged_prefill import PagedPrefill
+
+LIMIT = 5e-3  # 2.3e-3 is what probabilities in bf16 give
+CHUNKS = [
+    (1, 1),
+    (0, 40),
+    (16, 16),
+    (17, 80),
+    (130, 130),
+    (0, 0),
+    (5, 300),
+]  # (new tokens, keys after them); new = 0: a decode's row
+
+
+def run(device, generator, chunks, *, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, spare_blocks=2) -> float:
+    """Prefill all chunks at once; the worst error."""
+    lengths = [length for _, length in chunks]
+    counts = torch.tensor([new for new, _ in chunks])
+    case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    q = torch.randn(int(starts[-1]), heads * head_dim, generator=generator).to(dtype)
+    out = torch.full_like(q, float("nan"), device=device.name)
+    prefill = PagedPrefill(device.loader, case.pool, heads, max_tokens=2048)
+    blocks = int((-(-counts * (heads // kv_heads) // 128)).sum()) + spare_blocks
+    prefill.plan(device.stream, counts.to(device.name, torch.int32), blocks)
+    query_starts = starts.to(device.name, torch.int32)
+    prefill(device.stream, 1, q.to(device.name), out, case.page_tables, case.rows, case.lengths, query_starts, blocks)
+    device.synchronize()
+    queries = q.view(-1, heads, head_dim)
+    reference = [
+        attention(queries[starts[s] : starts[s + 1]], case.keys[s], case.values[s])
+        for s in range(len(chunks))
+        if counts[s]
+    ]
+    return worst_error(out.view(-1, heads, head_dim), torch.cat(reference))
+
+
+GROUPS = [(2, 2), (9, 3), (8, 2), (7, 1), (16, 2)]
+DTYPES = (torch.bfloat16, torch.float16)
+ON_ALL = [
+    (2, 2, 128, torch.bfloat16),
+    (9, 3, 64, torch.bfloat16),
+    (8, 2, 128, torch.float16),
+    (7, 1, 64, torch.float16),
+    (16, 2, 64, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    either(ON_ALL, [(*g, d, t) for g, d, t in itertools.product(GROUPS, (64, 128), DTYPES)]),
+)
+def test_ragged_chunks_over_cached_prefixes(device, generator, heads, kv_heads, head_dim, dtype) -> None:
+    """Chunks of one token and of many, with and without keys before them, beside a sequence that does not prefill."""
+    assert run(device, generator, CHUNKS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype) < LIMIT
+
+
+def test_the_list_of_work_may_be_exact(device, generator) -> None:
+    """No spare work items: every listed block is a real one."""
+    assert run(device, generator, [(33, 33), (128, 200)], heads=4, kv_heads=1, head_dim=64, spare_blocks=0) < LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
+def test_long_chunks(device, generator, heads, kv_heads, head_dim) -> None:
+    """A chunk far into a long sequence, beside a whole prompt and short ends of others."""
+    assert (
+        run(
+            device,
+            generator,
+            [(700, 700), (512, 4096), (1, 3000), (64, 64)],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+        < LIMIT
+    )
+
+
+def test_a_step_too_large_for_the_list_is_refused(device, generator) -> None:
+    """The list of work has room for what the constructor was told, and says so."""
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
+    prefill = PagedPrefill(device.loader, case.pool, 1, max_tokens=128)
+    with pytest.raises(ShapeMismatch, match="blocks"):
+        prefill.plan(device.stream, case.lengths, 2000)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 128)])
+def test_float32_attention_is_exact(device, generator, heads, kv_heads, head_dim) -> None:
+    """Decodes, chunks and padding tokens in one launch, to the precision of float32."""
+    chunks = [(1, 33), (20, 50), (1, 1), (16, 16)]
+    case = paged_case(
+        FrameLayout(2, kv_heads, head_dim, torch.float32),
+        [length for _, length in chunks],
+        device.name,
+        generator,
+        layer=1,
+    )
+    rows, positions, reference = [], [], []
+    tokens = sum(new for new, _ in chunks)
+    q = torch.randn(tokens + 3, heads * head_dim, generator=generator)
+    at = 0
+    for s, (new, length) in enumerate(chunks):
+        rows += [int(case.rows[s])] * new
+        positions += range(length - new, length)
+        reference.append(attention(q[at : at + new].view(new, heads, head_dim), case.keys[s], case.values[s]))
+        at += new
+    rows, positions = rows + [-1] * 3, positions + [0] * 3
+    out = torch.full_like(q, float("nan"), device=device.name)
+    token_rows, token_positions = torch.tensor([rows, positions], dtype=torch.int32, device=device.name)
+    PagedAttentionF32(device.loader, case.pool, heads)(
+        device.stream, 1, q.to(device.name), out, case.page_tables, token_rows, token_positions
+    )
+    device.synchronize()
+    assert worst_error(out[:tokens].view(-1, heads, head_dim), torch.cat(reference)) < 2e-6
+    assert out[tokens:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_chunks(device, generator) -> None:
+    """A captured launch of the largest grid follows counts, lengths and tables that change in place."""
+    heads, capacity, max_tokens = 8, 4, 256
+    cases = [([(100, 100), (0, 50), (7, 200), (0, 0)], 0), ([(1, 700), (200, 210), (0, 0), (33, 33)], 1)]
+    built = [
+        (chunks, paged_case(FrameLayout(1, 2, 128, torch.bfloat16), [n for _, n in chunks], "cuda", generator))
+        for chunks, _ in cases
+    ]
+    pool = max((case.pool for _, case in built), key=lambda p: p.frames)
+    stored = [case.pool.data.clone() for _, case in built]
+    prefill = PagedPrefill(device.loader, pool, heads, max_tokens)
+    blocks = prefill.max_blocks(max_tokens, capacity)
+    q = torch.randn(max_tokens, heads * 128, generator=generator).bfloat16().cuda()
+    out = torch.empty_like(q)
+    tables = torch.zeros(10, 64, dtype=torch.int32, device="cuda")
+    rows, lengths, counts = torch.zeros(3, capacity, dtype=torch.int32, device="cuda")
+    starts = torch.zeros(capacity + 1, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        prefill.plan(stream, counts, blocks)
+        prefill(stream, 0, q, out, tables, rows, lengths, starts, blocks)
+    for (chunks, case), data in zip([*built, *built], [*stored, *stored], strict=True):
+        pool.data[: len(data)].copy_(data)
+        tables[: case.page_tables.shape[0], : case.page_tables.shape[1]].copy_(case.page_tables)
+        rows.copy_(case.rows)
+        lengths.copy_(case.lengths)
+        new = torch.tensor([n for n, _ in chunks])
+        counts.copy_(new)
+        starts[1:].copy_(new.cumsum(0))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        at, reference = 0, []
+        for s, (n, _) in enumerate(chunks):
+            reference.append(attention(q[at : at + n].cpu().view(n, heads, 128), case.keys[s], case.values[s]))
+            at += n
+        assert worst_error(out[:at].view(-1, heads, 128), torch.cat(reference)) < LIMIT
+        assert out[at:].isnan().all()

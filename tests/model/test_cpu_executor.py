@@ -1,0 +1,215 @@
+"""The executor: plans by hand. Copies, table changes, feedback, chunks, failures; and the golden prompts."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import GREEDY, PlanDriver, int32
+
+from mm.page_copies import MemoryOrders, PageCopies, TableChanges
+from model.config import read_config
+from model.cpu_executor import CpuExecutor, choose_dtype, usable_cores
+from model.loader import load_parameters
+from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan, StepResult
+
+PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 211, 37)]
+
+
+def executor_of(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> CpuExecutor:
+    config = read_config(folder)
+    sizes = {"frames": 64, "max_rows": 8, "max_pages": 16, "threads": 1, **sizes}
+    return CpuExecutor(config, load_parameters(folder, config, dtype), **sizes)
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("Qwen3", seed=4)
+
+
+@pytest.fixture
+def executor(model) -> Iterator[CpuExecutor]:
+    running = executor_of(model.folder)
+    yield running
+    running.close()
+
+
+def plan(
+    rows: list[int],
+    starts: list[int],
+    chunks: list[list[int]],
+    *,
+    samples: list[bool] | None = None,
+    orders: MemoryOrders | None = None,
+    sampling: SamplingParameters = GREEDY,
+    decodes: int = 0,
+) -> StepPlan:
+    return StepPlan(
+        step=0,
+        orders=orders or MemoryOrders(),
+        settings=RowSettings(int32(*rows), [sampling] * len(rows)),
+        rows=int32(*rows),
+        starts=int32(*starts),
+        query_starts=np.cumsum([0] + [len(chunk) for chunk in chunks]).astype(np.int32),
+        token_ids=int32(*(token for chunk in chunks for token in chunk)),
+        samples=np.array([True] * len(rows) if samples is None else samples),
+        decodes=decodes,
+    )
+
+
+def mapped(row: int, frames: list[int], first_page: int = 0, copies: PageCopies | None = None) -> MemoryOrders:
+    changes = TableChanges(
+        int32(*[row] * len(frames)), np.arange(first_page, first_page + len(frames), dtype=np.int32), int32(*frames)
+    )
+    return MemoryOrders(copies or PageCopies(), changes)
+
+
+def run(executor: CpuExecutor, *plans: StepPlan) -> list[StepResult]:
+    """Submit all before waiting for the first, as the engine does with two."""
+    return [ticket.wait() for ticket in [executor.submit(p) for p in plans]]
+
+
+@pytest.mark.parametrize("budget", [5, 16, 64, 512])
+def test_greedy_output_equals_transformers(model, executor: CpuExecutor, budget: int) -> None:
+    """Several Sequences, joining one a step, prefilled in chunks beside the decodes of the others."""
+    prompts = [PROMPT, PROMPT[:16], PROMPT[3:4], PROMPT[10:27]]
+    made = PlanDriver(executor).generate(prompts, [12, 3, 17, 9], budget=budget, arrive=1)
+    for prompt, sequence in zip(prompts, made, strict=True):
+        assert sequence.output == model.generate(prompt, len(sequence.output))
+        assert not sequence.failed
+
+
+def test_tokens_are_fed_back_without_the_host(model, executor: CpuExecutor) -> None:
+    """Ten decodes are submitted before the first result is read."""
+    start = plan([3], [0], [PROMPT], orders=mapped(3, [9, 40, 2]))
+    decodes = [plan([3], [37 + k], [[FED_BACK]], decodes=1) for k in range(10)]
+    results = run(executor, start, *decodes)
+    assert [int(result.tokens[0]) for result in results] == model.generate(PROMPT, 11)
+
+
+def test_rows_that_do_not_sample_answer_minus_one(executor: CpuExecutor) -> None:
+    chunks = plan([0, 1], [0, 0], [PROMPT[:20], PROMPT[:5]], samples=[False, True], orders=mapped(0, [1, 2]))
+    (result,) = run(executor, chunks)
+    assert result.tokens[0] == -1
+    assert result.tokens[1] >= 0
+    assert result.failed.tolist() == [False, False]
+
+
+def test_a_fork_writes_into_its_copy_only(model, executor: CpuExecutor) -> None:
+    """Two rows share the frames of one prompt; one gets a copy of the last page before it writes: both answer alike, then
+    go their own ways, and the original's frame is as it was."""
+    (first,) = run(executor, plan([0], [0], [PROMPT], orders=mapped(0, [10, 11, 12])))
+    original = executor.pool.data[12].clone()
+    fork = mapped(1, [10, 11, 20], copies=PageCopies(int32(12), int32(20)))
+    (second,) = run(executor, plan([1], [37], [[5]], orders=fork))
+    assert torch.equal(executor.pool.data[12], original)
+    assert torch.equal(executor.pool.data[20][:, :, :, :5], original[:, :, :, :5])
+    assert not torch.equal(executor.pool.data[20][:, :, :, 5], original[:, :, :, 5])
+    assert [int(second.tokens[0])] == model.generate([*PROMPT, 5], 1)
+    (third,) = run(executor, plan([0], [37], [[FED_BACK]], decodes=1))
+    assert [int(first.tokens[0]), int(third.tokens[0])] == model.generate(PROMPT, 2)
+
+
+def test_a_remapped_page_is_read_from_its_new_frame(model, executor: CpuExecutor) -> None:
+    """Copies come before table changes, both before the step's own reads: a page moved in the step itself is found."""
+    run(executor, plan([0], [0], [PROMPT], orders=mapped(0, [10, 11, 12])))
+    executor.pool.data[30] = 7.5
+    move = mapped(0, [30], first_page=1, copies=PageCopies(int32(11), int32(30)))
+    (moved,) = run(executor, plan([0], [37], [[FED_BACK]], orders=move, decodes=1))
+    assert int(moved.tokens[0]) == model.generate(PROMPT, 2)[1]
+
+
+def test_settings_stay_with_their_row(executor: CpuExecutor) -> None:
+    """Stored once, used by each later step: same seed and position, same token, in another row and beside others."""
+    hot = SamplingParameters(temperature=5.0, seed=11)
+    settings = RowSettings(int32(2), [hot])
+    first = replace(plan([2], [0], [PROMPT], orders=mapped(2, [1, 2, 3])), settings=settings)
+    later = [replace(plan([2], [37 + k], [[FED_BACK]], decodes=1), settings=None) for k in range(5)]
+    tokens = [int(result.tokens[0]) for result in run(executor, first, *later)]
+    (again,) = PlanDriver(executor, seed=1).generate([PROMPT], 6, sampling=[hot])
+    assert again.output == tokens
+    (other,) = PlanDriver(executor, seed=1).generate([PROMPT], 6, sampling=[SamplingParameters(temperature=5.0, seed=12)])
+    assert other.output != tokens
+
+
+def test_an_error_reaches_the_ticket_and_the_next_step_runs(model, executor: CpuExecutor) -> None:
+    """A plan that names a row out of range fails alone."""
+    bad = executor.submit(plan([999], [0], [PROMPT]))
+    good = executor.submit(plan([0], [0], [PROMPT], orders=mapped(0, [4, 5, 6])))
+    with pytest.raises(IndexError):
+        bad.wait()
+    assert bad.is_done()
+    assert [int(good.wait().tokens[0])] == model.generate(PROMPT, 1)
+
+
+def test_a_nan_marks_its_row_only(model, executor: CpuExecutor) -> None:
+    """C38: the embedding of one token is broken: its Sequence fails, in whichever step meets it, its neighbour does not."""
+    executor._parameters.embedding[PROMPT[3]] = float("nan")
+    clean = [token for token in PROMPT if token != PROMPT[3]]
+    broken = plan([0, 1], [0, 0], [PROMPT[:20], clean[:5]], samples=[False, True], orders=mapped(0, [1, 2]))
+    orders = MemoryOrders(table_changes=TableChanges(int32(0, 0, 1), int32(0, 1, 0), int32(1, 2, 3)))
+    (result,) = run(executor, replace(broken, orders=orders))
+    assert result.failed.tolist() == [True, False]
+    assert int(result.tokens[1]) == model.generate(clean[:5], 1)[0]
+    assert bool(executor.pool.data.isfinite().all())
+
+
+def test_a_plan_of_orders_alone_is_carried_out(executor: CpuExecutor) -> None:
+    executor.pool.data[5] = 3.25
+    orders = MemoryOrders(PageCopies(int32(5), int32(6)))
+    empty = StepPlan(0, orders, None, int32(), int32(), int32(0), int32(), np.zeros(0, np.bool_), 0)
+    (result,) = run(executor, empty)
+    assert len(result.tokens) == len(result.failed) == 0
+    assert bool((executor.pool.data[6] == 3.25).all())
+
+
+def test_close_finishes_what_is_enqueued_and_may_be_repeated(model) -> None:
+    executor = executor_of(model.folder)
+    tickets = [executor.submit(plan([0], [0], [PROMPT], orders=mapped(0, [1, 2, 3]))) for _ in range(5)]
+    executor.close()
+    executor.close()
+    assert all(ticket.is_done() for ticket in tickets)
+    assert not any(thread.name == "cpu-executor" for thread in threading.enumerate())
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.submit(plan([0], [0], [PROMPT]))
+
+
+def test_other_page_sizes(model) -> None:
+    executor = executor_of(model.folder, page_size=5, max_pages=32)
+    made = PlanDriver(executor, page_size=5).generate([PROMPT, PROMPT[5:9]], 9, budget=11)
+    executor.close()
+    assert [s.output for s in made] == [model.generate(PROMPT, 9), model.generate(PROMPT[5:9], 9)]
+
+
+def test_dtype_follows_the_checkpoint_and_the_processor(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = read_config(model.folder)  # a float32 checkpoint
+    half = replace(full, dtype="bfloat16")
+    for multiplies, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("model.cpu_executor.multiplies_bfloat16", lambda answer=multiplies: answer)
+        assert choose_dtype(half) == expected
+        assert choose_dtype(full) == torch.float32
+        assert choose_dtype(full, "bfloat16") == torch.bfloat16
+        assert choose_dtype(half, "float16") == torch.float16
+
+
+def test_usable_cores_are_at_least_one_and_no_more_than_there_are() -> None:
+    import os
+
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.slow
+def test_golden_prompts(smollm2_folder: Path, golden) -> None:
+    """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes: the
+    greedy tokens of transformers' `generate`.
+    """
+    executor = executor_of(smollm2_folder, frames=700, max_rows=24, max_pages=100, threads=usable_cores())
+    made = PlanDriver(executor).generate(
+        [entry.prompt for entry in golden], [len(entry.tokens) for entry in golden], budget=64, arrive=1
+    )
+    executor.close()
+    for entry, sequence in zip(golden, made, strict=True):
+        entry.check(sequence.output)

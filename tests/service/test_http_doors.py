@@ -1,0 +1,443 @@
+"""Who comes in and what is said at the door: keys, statuses, health, bodies over the limit, what is no HTTP."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from http_house import Server, Start
+
+from service.api import ADMIN_ROUTES, ROUTES
+
+OPEN = {"/live", "/health", "/ready", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs"}
+"""The routes that the API marks as open, written down here again on purpose."""
+
+KEY = "sk-Secret1"
+
+
+async def raw(server: Server, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """One request as bytes on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    return int(lines[0].split()[1]), dict(line.split(": ", 1) for line in lines[1:]), body
+
+
+# ---------------------------------------------------------------- keys (C33)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": f"Bearer {KEY.lower()}"},
+        {"Authorization": f"Bearer  {KEY}"},
+        {"Authorization": f"Bearer {KEY} {KEY}"},
+        {"Authorization": KEY},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": ""},
+        {"X-Api-Key": KEY},
+    ],
+)
+async def test_without_a_good_key_only_open_routes_answer(start: Start, headers: dict[str, str]) -> None:
+    server = await start(settings={"api_keys": ("other", KEY)})
+    for method, path, _, _ in ROUTES:
+        answer = await server.ask(method, path.replace("{id}", "x").replace("{id:.+}", "tiny"), headers=headers)
+        assert (answer.status != 401) == (path in OPEN), path
+        if answer.status == 401:
+            assert answer.error["type"] == "AuthenticationError"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert KEY not in answer.error["message"]
+    assert server.engine.submitted == []
+    assert KEY not in repr(server.log)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "POST /v1//completions", "POST /V1/completions", "POST /v1/../v1/completions", "POST /v1/completions/",
+        "POST /%76%31/completions", "POST /v1/%63ompletions", "POST /v1/completions?key=1", "HEAD /v1/completions",
+        "OPTIONS /v1/completions", "OPTIONS /health", "POST /health", "GET /", "GET /admin/v1/meminfo", "PUT /nothing",
+        "POST http://x/v1/completions", "GET /health/", "GET //health", "GET /v1/models/a/b", "HEAD /v1/models",
+        "POST /health/../v1/completions", "POST /health%2f..%2fv1/completions",
+    ],
+)  # fmt: skip
+async def test_no_spelling_of_a_path_opens_a_door(start: Start, line: str) -> None:
+    server = await start(settings={"api_keys": (KEY,)})
+    head = f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 13\r\n\r\n".encode()
+    status, headers, _ = await raw(server, head + b'{"prompt":"a"}'[:13])
+    assert status == 401
+    assert headers["Content-Type"] == "application/json"
+    assert server.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"Authorization: Bearer {KEY}\r\nAuthorization: Bearer {KEY}",
+        f"Authorization: Bearer wrong\r\nAuthorization: Bearer {KEY}",
+        "Authorization: Bearer \xff\xfe",
+        "Authorization: Bearer sk-\u00e9",
+    ],
+)
+async def test_two_headers_or_strange_bytes_are_no_key(start: Start, lines: str) -> None:
+    server = await start(settings={"api_keys": (KEY,)})
+    request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n\r\n".encode("latin-1")
+    assert (await raw(server, request))[0] == 401
+
+
+async def test_a_good_key_opens(start: Start) -> None:
+    server = await start(settings={"api_keys": ("other", KEY)})
+    for scheme in ("Bearer", "bearer"):
+        for key in ("other", KEY):
+            headers = {"Authorization": f"{scheme} {key}"}
+            assert (await server.post("/v1/completions", {"prompt": "a"}, headers=headers)).status == 200
+            assert (await server.get("/nothing", headers=headers)).status == 404
+
+
+async def test_a_key_that_is_not_ascii(start: Start) -> None:
+    server = await start(settings={"api_keys": ("clé",)})
+    request = "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer clé\r\n\r\n".encode()
+    assert (await raw(server, request))[0] == 200
+
+
+async def test_without_keys_any_header_is_accepted(server: Server) -> None:
+    for headers in ({}, {"Authorization": "Bearer whatever"}, {"Authorization": "nonsense"}):
+        assert (await server.get("/v1/models", headers=headers)).status == 200
+
+
+async def test_admin_routes(start: Start) -> None:
+    """On the public port only with an admin key, and only for it; on the admin port for all unless there is one."""
+    closed = await start(settings={"api_keys": (KEY,), "admin_api_key": "root"})
+    path = ADMIN_ROUTES[0][1]
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": f"Bearer {KEY}"}, 403),
+        ({"Authorization": "Bearer root"}, 200),
+    ):
+        for port in (closed.port, closed.admin_port):
+            async with closed.session.get(f"http://127.0.0.1:{port}{path}", headers=headers) as response:
+                assert response.status == status
+    assert (await closed.get("/v1/models", headers={"Authorization": "Bearer root"})).status == 200
+    without = await start()
+    assert (await without.get(path)).status == 404
+    async with without.session.get(f"http://127.0.0.1:{without.admin_port}{path}") as response:
+        assert response.status == 200
+    async with without.session.get(f"http://127.0.0.1:{without.admin_port}/v1/models") as response:
+        assert response.status == 404
+
+
+# ---------------------------------------------------------------- statuses
+
+
+async def test_unknown_paths_and_methods(server: Server) -> None:
+    for path in (
+        "/",
+        "/nothing",
+        "/v1",
+        "/v1/",
+        "/v1/completions/",
+        "/V1/models",
+        "/admin/v1/meminfo",
+        "/" + "x" * 4000,
+    ):
+        answer = await server.get(path)
+        assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    answer = await server.ask("PUT", "/v1/completions")
+    assert (answer.status, answer.error["type"], answer.headers["Allow"]) == (405, "MethodNotAllowed", "POST")
+    assert (await server.ask("POST", "/health")).headers["Allow"] == "GET, HEAD"
+    assert (await server.ask("HEAD", "/v1/completions")).status == 405
+    assert (await server.ask("HEAD", "/health")).status == 200
+
+
+async def test_routes_of_later_releases(server: Server) -> None:
+    for method, path in (("POST", "/v1/responses"), ("GET", "/v1/requests/x"), ("GET", "/openapi.json")):
+        answer = await server.ask(method, path)
+        assert (answer.status, answer.error["type"]) == (400, "NotImplementedError")
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_models(server: Server) -> None:
+    listed = (await server.get("/v1/models")).json
+    assert listed["object"] == "list"
+    assert [entry["id"] for entry in listed["data"]] == ["tiny", "org/tiny"]
+    assert (await server.get("/v1/models/org/tiny")).json == listed["data"][1]
+    assert (await server.get("/v1/models/org%2Ftiny")).json == listed["data"][1]
+    entry = listed["data"][0]
+    assert entry | {"id": "", "root": ""} == {
+        "id": "", "object": "model", "created": 1790000000, "owned_by": "pagewalk", "root": "", "parent": None,
+        "max_model_len": 512,
+    }  # fmt: skip
+    answer = await server.get("/v1/models/" + "x" * 3000)
+    assert (answer.status, answer.error["param"]) == (404, "model")
+    assert len(answer.error["message"]) < 300
+
+
+async def test_answers_do_not_name_the_software_below(server: Server) -> None:
+    for path in ("/health", "/nothing"):
+        answer = await server.get(path)
+        assert answer.headers["Server"] == "pagewalk"
+
+
+async def test_an_exception_of_ours_is_a_500_without_its_words(server: Server, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("service.engine_client.LocalEngineClient.submit", broken)
+    for stream in (False, True):
+        answer = await server.complete(stream=stream)
+        assert (answer.status, answer.error["type"]) == (500, "InternalServerError")
+        assert "secret" not in answer.error["message"]
+        assert answer.headers["X-Request-Id"] in answer.error["message"]
+    assert (await server.get("/health")).status == 200
+
+
+# ---------------------------------------------------------------- bodies at the door
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200), ("application/json; charset=utf-8", 200), ("Application/JSON;charset=UTF-8", 200),
+        (None, 200), ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("multipart/form-data", 415),
+        ("application/json; charset=latin-1", 415), ("application/jsonx", 415), ("", 415), ("nonsense", 415),
+    ],
+)  # fmt: skip
+async def test_content_types(server: Server, content_type: str | None, status: int) -> None:
+    line = "" if content_type is None else f"Content-Type: {content_type}\r\n"
+    body = b'{"prompt": "the"}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{line}\r\n"
+    got, headers, _ = await raw(server, head.encode() + body)
+    assert got == status
+    assert headers["Content-Type"] == "application/json"
+
+
+async def test_a_body_that_says_it_is_too_long_is_refused_unread(start: Start) -> None:
+    server = await start(settings={"body_limit_bytes": 1000})
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000000\r\n\r\n{")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"PayloadTooLarge" in await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+    writer.close()
+
+
+async def test_an_endless_body_is_refused_when_the_limit_is_reached(start: Start) -> None:
+    """By chunked transfer, without a length: the answer comes while the client still sends."""
+    server = await start(settings={"body_limit_bytes": 2**20})
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    answer = asyncio.create_task(reader.readuntil(b"}}"))
+    chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+    sent = 0
+    while not answer.done() and sent < 500 * 2**20:
+        writer.write(chunk)
+        await writer.drain()
+        sent += len(chunk)
+        await asyncio.sleep(0)
+    assert (await answer).startswith(b"HTTP/1.1 413 ")
+    assert sent < 16 * 2**20
+    writer.close()
+
+
+async def test_a_body_just_within_the_limit_is_read(start: Start) -> None:
+    server = await start(settings={"body_limit_bytes": 1000})
+    body = b'{"prompt": "the"}'
+    assert (await server.post("/v1/completions", body + b" " * (1000 - len(body)))).status == 200
+    assert (await server.post("/v1/completions", body + b" " * (1001 - len(body)))).status == 413
+
+
+async def test_a_prompt_of_two_megabytes_passes_the_default_limit(start: Start) -> None:
+    server = await start(limits={"max_model_len": 2**20, "max_request_tokens": 2**20})
+    assert (await server.complete(prompt=[333] * 500_000, max_tokens=1)).status == 200
+
+
+async def test_a_body_that_breaks_off_or_is_badly_chunked(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"prompt"')
+    await writer.drain()
+    writer.close()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head + b"zz\r\n")
+    await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert (await server.complete()).status == 200
+
+
+async def test_expectations(start: Start) -> None:
+    """What would be refused after a long body is refused before it is sent."""
+    server = await start(settings={"api_keys": (KEY,), "body_limit_bytes": 1000})
+    good = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n"
+    body = b'{"prompt": "the"}'
+    length = f"Content-Length: {len(body)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"{good}{length}Expect: 100-continue\r\n\r\n".encode())
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    for request, status in (
+        (f"{good}Content-Length: 5000\r\nExpect: 100-continue\r\n\r\n", 413),
+        (f"{good.replace(KEY, 'no')}{length}Expect: 100-continue\r\n\r\n", 401),
+        (f"{good}{length}Expect: a miracle\r\n\r\n", 417),
+        (f"{good.replace('/v1/completions', '/nothing')}{length}Expect: a miracle\r\n\r\n", 417),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request.encode())
+        answer = await reader.readuntil(b"}}")
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert b"application/json" in answer
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nBad Header: y\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)  # fmt: skip
+async def test_what_is_not_http_gets_an_error_in_json(server: Server, request_bytes: bytes) -> None:
+    status, headers, body = await raw(server, request_bytes)
+    assert status == 400
+    assert headers["Content-Type"] == "application/json"
+    assert b'"type":"BadRequestError"' in body
+    assert b"aiohttp" not in body
+    assert (await server.complete()).status == 200
+
+
+# ---------------------------------------------------------------- health and states
+
+
+async def statuses(server: Server) -> dict[str, int]:
+    return {path: (await server.get(path)).status for path in ("/live", "/health", "/ping", "/ready")}
+
+
+async def test_probes_while_serving(server: Server) -> None:
+    assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 200}
+    assert (await server.get("/health")).body == b""
+    assert (await server.get("/version")).json == {"version": "1.2.3"}
+    answer = await server.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+async def test_while_loading(start: Start, is_loaded: bool) -> None:
+    """Before there is a model at all, and while the engine still warms up."""
+    server = await start(is_loaded=is_loaded)
+    server.engine.state = "loading"
+    assert await statuses(server) == {"/live": 200, "/health": 503, "/ping": 503, "/ready": 503}
+    for answer in (await server.complete(), await server.chat(stream=True)):
+        assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+        assert int(answer.headers["Retry-After"]) > 0
+    if not is_loaded:
+        assert (await server.get("/v1/models")).status == 503
+
+
+async def test_while_draining(start: Start) -> None:
+    """What runs goes on; nothing new comes in; still healthy."""
+    server = await start(engine={"is_manual": True})
+    running = asyncio.create_task(server.complete())
+    await server.until(lambda: len(server.engine.lines) == 1)
+    server.engine.state = "draining"
+    assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 503}
+    answer = await server.complete()
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
+    server.engine.tick()
+    server.engine.tick()
+    assert (await running).status == 200
+
+
+async def test_when_the_engine_is_dead(server: Server) -> None:
+    server.engine.die()
+    assert await statuses(server) == {"/live": 503, "/health": 503, "/ping": 503, "/ready": 503}
+    assert (await server.complete()).status == 503
+
+
+async def test_when_the_engine_is_stuck(server: Server) -> None:
+    server.engine.is_alive = False
+    assert await statuses(server) == {"/live": 503, "/health": 503, "/ping": 503, "/ready": 503}
+
+
+async def test_when_the_queue_is_full(start: Start) -> None:
+    """429 with Retry-After, all prompts of a request or none."""
+    server = await start(limits={"max_waiting": 3}, engine={"is_manual": True})
+    server.engine.extra_waiting = 2
+    assert (await server.get("/ready")).status == 200
+    answer = await server.complete(prompt=["a", "b"])
+    assert (answer.status, answer.error["type"]) == (429, "RateLimitError")
+    assert answer.headers["Retry-After"] == "1"
+    assert server.engine.submitted == []
+    server.engine.extra_waiting = 3
+    assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 503}
+
+
+async def test_load_counts_requests_that_generate(start: Start) -> None:
+    server = await start(engine={"is_manual": True})
+    asked = [asyncio.create_task(server.complete(stream=bool(i % 2))) for i in range(4)]
+    await server.until(lambda: len(server.engine.lines) == 4)
+    assert (await server.get("/load")).json == {"server_load": 4}
+    server.engine.tick()
+    server.engine.tick()
+    await asyncio.gather(*asked)
+    assert (await server.get("/load")).json == {"server_load": 0}
+
+
+async def test_one_log_line_and_one_count_per_request(server: Server) -> None:
+    """With the numbers, without text, and none for probes."""
+    await server.complete(prompt=["secret words", "a"], max_tokens=1)
+    await server.chat("secret words", stream=True)
+    await server.complete(top_p=3)
+    await server.get("/secret")
+    await server.get("/health")
+    lines = [(line["route"], line["status"], line.get("completion_tokens")) for line in server.log]
+    assert lines == [
+        ("/v1/completions", 200, 2), ("/v1/chat/completions", 200, 2), ("/v1/completions", 400, None),
+        ("unmatched", 404, None),
+    ]  # fmt: skip
+    expected = {"request_id", "e2e_ms", "queue_ms", "ttft_ms", "prompt_tokens", "cached_tokens", "preemptions"}
+    assert expected <= set(server.log[0])
+    assert "words" not in repr(server.log)
+    assert server.metrics.ended == {
+        ("/v1/completions", "POST", 200): 1, ("/v1/chat/completions", "POST", 200): 1,
+        ("/v1/completions", "POST", 400): 1, ("unmatched", "GET", 404): 1, ("/health", "GET", 200): 1,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- admin
+
+
+async def test_meminfo(start: Start) -> None:
+    """JSON, and the same facts as /proc would show them."""
+    server = await start()
+    url = f"http://127.0.0.1:{server.admin_port}/admin/v1/meminfo"
+    async with server.session.get(url) as response:
+        facts = await response.json()
+    assert list(facts)[:3] == ["ts", "step", "uptime_s"]
+    assert abs(facts["ts"] - time.time()) < 60
+    assert facts["total"] == facts["free"] + facts["active"] == 100
+    assert (facts["shared"], facts["page_tokens"], facts["frame_bytes"]) == (2, 16, 4096)
+    async with server.session.get(url, headers={"Accept": "text/plain"}) as response:
+        assert response.content_type == "text/plain"
+        lines = [line.split() for line in (await response.text()).splitlines()]
+    assert {line[0].rstrip(":"): line[1] for line in lines[1:]} == {
+        name: str(value) for name, value in list(facts.items())[1:]
+    }
+    assert ["free:", "93", "frames"] in lines
+
+
+async def test_meminfo_before_the_model(start: Start) -> None:
+    server = await start(is_loaded=False)
+    async with server.session.get(f"http://127.0.0.1:{server.admin_port}/admin/v1/meminfo") as response:
+        assert response.status == 503

@@ -1,0 +1,362 @@
+"""The server as a process: start, drain, exit codes. A tiny model with random weights, real signals and sockets."""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulated_executor import VOCABULARY, SimulatedExecutor
+from structlog.testing import capture_logs
+from tiny_tokenizer import CHATML, tiny_tokenizer
+
+from mm import MemoryManager
+from service import __main__ as entry_point
+from service import server as server_module
+from service.engine import Engine
+from service.engine_client import Limits, LocalEngineClient
+from service.metrics import Metrics
+from service.scheduler import Scheduler, SchedulerSettings
+from service.server import Failure, Loaded, Server
+from service.settings import Settings
+
+PATIENCE_S = 60.0  # only a hang takes as long
+POSITIONS = 100_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tiny_tokenizer().vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": POSITIONS,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tiny_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """`pagewalk serve` on a free port."""
+
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        self.port = free_port()
+        self.err = folder / "stderr"
+        self.out = folder / "stdout"
+        self.connections: list[http.client.HTTPConnection] = []
+        self.responses: list[http.client.HTTPResponse] = []
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWALK_")}
+        ports = ["--port", str(self.port), "--admin-port", "0"]
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service", "serve", *ports, *arguments], stdout=out, stderr=err, env=environ
+            )
+
+    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """The answer, its body unread; `stop` closes it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        self.connections.append(connection)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        self.responses.append(response)
+        return response
+
+    def ask(self, method: str, path: str, body: Any = None) -> str:
+        return self.open(method, path, body).read().decode()
+
+    def status(self, path: str) -> int | None:
+        """None: nobody listens."""
+        try:
+            response = self.open("GET", path)
+        except ConnectionError:
+            return None
+        response.read()
+        return response.status
+
+    def stop(self) -> None:
+        for thing in [*self.responses, *self.connections]:
+            thing.close()
+        self.process.kill()
+        self.process.wait()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended: {self.err.read_text()}"
+            assert time.monotonic() < end, self.err.read_text()
+            time.sleep(0.02)
+
+    def stream(self, tokens: int) -> http.client.HTTPResponse:
+        body = {"prompt": "the", "stream": True, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        response = self.open("POST", "/v1/completions", body)
+        assert response.status == 200
+        return response
+
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.err.read_text().splitlines()]
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def start_one(*arguments: str) -> Process:
+        tiny = ["--model", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "32MiB", "--threads", "1"]
+        process = Process(*tiny, *arguments, folder=tmp_path)
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        process.stop()
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWALK_")}
+    return subprocess.run(
+        [sys.executable, "-m", "service", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=inherited | environ,
+        check=False,
+    )
+
+
+def test_a_server_from_start_to_stop(start: Start) -> None:
+    """Live before ready; the printed line streams a chat; SIGTERM lets a stream end and refuses new requests."""
+    server = start()
+    server.until(lambda: server.status("/live") is not None)
+    assert server.status("/live") == 200
+    assert server.status("/ready") == server.status("/health") == 503, "torch alone takes longer than this to load"
+    assert "vllm:" not in server.ask("GET", "/metrics")
+    server.until(lambda: server.status("/ready") == 200)
+    assert server.status("/health") == 200
+
+    words = shlex.split(server.out.read_text())
+    assert words[:2] == ["curl", "-N"]
+    address = re.fullmatch(rf"http://127\.0\.0\.1:{server.port}(/v1/chat/completions)", words[2])
+    assert address is not None
+    body = json.loads(words[words.index("-d") + 1])
+    answer = server.ask("POST", address[1], body | {"max_tokens": 4})
+    assert answer.startswith("data: {")
+    assert answer.endswith("data: [DONE]\n\n")
+
+    metrics = server.ask("GET", "/metrics")
+    assert re.search(r'vllm:num_requests_running\{engine="0",model_name="tiny-model0?"\} 0\.0', metrics)
+
+    stream = server.stream(3000)
+    stream.readline()
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: server.status("/ready") == 503)
+    assert server.status("/live") == server.status("/health") == 200
+    refused = server.open("POST", "/v1/completions", {"prompt": "the"})
+    assert refused.status == 503
+    assert int(refused.headers["Retry-After"]) > 0
+    rest = stream.read().decode()
+    assert '"finish_reason":"length"' in rest
+    assert rest.endswith("data: [DONE]\n\n")
+    assert server.process.wait(PATIENCE_S) == 0
+    assert [line["event"] for line in server.log() if line["logger"] == "pagewalk.server"] == [
+        *("loaded", "ready", "signal", "draining")
+    ]
+
+
+def test_what_outlasts_the_timeout_gets_an_error_event(start: Start) -> None:
+    server = start("--shutdown-timeout", "0.2")
+    server.until(lambda: server.status("/ready") == 200)
+    stream = server.stream(POSITIONS - 100)
+    stream.readline()
+    server.process.send_signal(signal.SIGINT)
+    *_, error, done, end = stream.read().decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert (done, end) == ("data: [DONE]", "")
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_signal_exits_at_once(start: Start) -> None:
+    server = start()
+    server.until(lambda: server.status("/ready") == 200)
+    stream = server.stream(POSITIONS - 100)
+    stream.readline()
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: server.status("/ready") == 503)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_the_model_loads(start: Start) -> None:
+    server = start()
+    server.until(lambda: server.status("/live") == 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE_S) == 0
+    assert server.out.read_text() == ""
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_that_is_taken(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        other = "--admin-port" if flag == "--port" else "--port"
+        result = run("serve", flag, str(port), other, "0")
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"pagewalk: error: 127.0.0.1:{port} is in use: stop what listens there, or choose another {flag}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["serve", "--port", "x"], 2, "--port: must be a whole number"),
+        (["serve", "--nonsense"], 2, "--nonsense is no flag"),
+        (["serve", "--port", "0", "--admin-port", "0", "--host", "192.0.2.1"], 2, "cannot listen on 192.0.2.1:0"),
+        (["check", "--chat-template", "/nowhere"], 2, "--chat-template /nowhere cannot be read"),
+        (["check", "/nowhere"], 3, "/nowhere"),
+        (["check", "{empty}"], 3, "config.json"),
+        (["check", "{model}", "--load-format", "auto"], 3, "safetensors"),
+        (["check", "{model}", "--load-format", "dummy", "--tokenizer", "{empty}"], 3, "tokenizer.json"),
+        (["check", "{model}", "--load-format", "dummy", "--max-model-len", "200000"], 2, "200000"),
+        (["check", "{model}", "--load-format", "dummy", "--kv-cache-memory-bytes", "1"], 2, "kv_cache_memory_bytes"),
+    ],
+)
+def test_a_start_that_cannot_work(arguments: list[str], code: int, words: str, model: Path, tmp_path: Path) -> None:
+    """Each ends with a code that scripts can tell, and with one line that says what is wrong."""
+    filled = [argument.format(model=model, empty=tmp_path) for argument in arguments]
+    result = run(*filled)
+    *_, last = result.stderr.splitlines()
+    assert (result.returncode, last.startswith("pagewalk: error: ")) == (code, True), result.stderr
+    assert words in last
+    assert "Traceback" not in result.stderr
+
+
+def test_check_says_that_a_model_works(model: Path) -> None:
+    result = run("check", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "1MiB")
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"tiny-model\d* works \((float32|bfloat16) on cpu, \d+ frames\): .*\n", result.stdout)
+
+
+def test_settings_in_force_are_shown() -> None:
+    result = run("config", "show", "--port", "9", PAGEWALK_API_KEY="hush")
+    assert result.returncode == 0
+    assert "port = 9  # flag" in result.stdout
+    assert "hush" not in result.stdout
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.returncode == 0
+    assert re.fullmatch(r"pagewalk \d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_a_fault_of_ours_has_an_exit_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def load(settings: Settings, metrics: Metrics) -> Loaded:
+        raise ValueError("nobody thought of this")
+
+    monkeypatch.setattr(server_module, "load", load)
+    monkeypatch.setattr("service.logs.configure", lambda *arguments: None)
+    assert entry_point.run(["check"]) == 70
+
+
+def simulated() -> Loaded:
+    memory = MemoryManager(frames=100, max_rows=4, max_pages=32)
+    executor = SimulatedExecutor(memory)
+    executor.close = lambda: None  # type: ignore[attr-defined]
+    limits = Limits(max_model_len=512, max_request_tokens=512, max_waiting=10, vocabulary=VOCABULARY)
+    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=64, max_length=512))
+    engine = Engine(scheduler, executor, limits, Metrics("x"))
+    client = LocalEngineClient(engine)
+    engine.connect(0, client)
+    advice = SimpleNamespace(temperature=None, top_k=None, top_p=None)
+    config = SimpleNamespace(end_ids=(2,), sampling=advice)
+    assembly: Any = SimpleNamespace(
+        config=config, executor=executor, engine=engine, client=client, device="cpu", dtype="float32"
+    )
+    return Loaded("tiny", "/models/tiny", tiny_tokenizer(), assembly)
+
+
+async def test_a_dead_engine_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that raises: open streams get an error event, and the exit code makes an orchestrator restart it."""
+    loaded = simulated()
+
+    async def load(settings: Settings, metrics: Metrics) -> Loaded:
+        return loaded
+
+    monkeypatch.setattr(server_module, "load", load)
+    server = Server(Settings(port=0, admin_port=0), "0")
+    running = asyncio.create_task(server.run())
+    with capture_logs() as log:
+        await _until_it_dies(server, running, loaded)
+    assert [line["event"] for line in log if line["log_level"] == "error"] == ["engine died"]
+
+
+async def _until_it_dies(server: Server, running: "asyncio.Task[int]", loaded: Loaded) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while server.front_end.state != "ready":  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+        executor = loaded.assembly.executor
+        assert isinstance(executor, SimulatedExecutor)
+        executor.error = RuntimeError("the device fell off")
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = json.dumps({"prompt": [1, 2], "stream": True, "max_tokens": 100})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        writer.write(f"{head}\r\n\r\n{body}".encode())
+        answer = (await reader.read()).decode()
+        writer.close()
+        with pytest.raises(Failure, match="the device fell off") as caught:
+            await running
+    assert caught.value.code == 70
+    assert "503" in answer
+
+
+async def test_a_model_that_cannot_run_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation before the doors open fails."""
+    loaded = simulated()
+    loaded.assembly.executor.error = RuntimeError("no such kernel")  # type: ignore[attr-defined]
+
+    async def load(settings: Settings, metrics: Metrics) -> Loaded:
+        return loaded
+
+    monkeypatch.setattr(server_module, "load", load)
+    server = Server(Settings(port=0, admin_port=0), "0")
+    with capture_logs():
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(Failure):
+                await server.run()
+    assert server.front_end.state == "dead"

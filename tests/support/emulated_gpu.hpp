@@ -1,0 +1,385 @@
+// Runs CUDA kernels on a CPU, so that tests can check their arithmetic, indices and synchronization without a GPU.
+//
+// A thread is a fiber; the fibers of a block take turns, and switch only where they wait for each other: at a warp's
+// exchange (shuffles, votes, ldmatrix, mma) and at __syncthreads. Blocks run one after the other. What cannot be seen
+// here: speed, races between blocks, and data races that the order of the fibers happens to hide (the order is shuffled
+// by seed). Strict where hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only
+// when somebody waits for them, until then the target holds junk; misaligned copies abort.
+#pragma once
+#define PTX_CUH  // this file takes the place of ptx.cuh
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared
+#if __CUDA_ARCH__ >= 900
+#define HOPPER 1
+#endif
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct bf16 { u16 bits; };
+struct fp16 { u16 bits; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+template <class A, class B> auto min(A a, B b) -> std::common_type_t<A, B> { return b < a ? b : a; }
+template <class A, class B> auto max(A a, B b) -> std::common_type_t<A, B> { return a < b ? b : a; }
+template <class To, class From> To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.globl emulator_switch
+.hidden emulator_switch
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+namespace emulator {
+
+constexpr int STACK = 256 * 1024, SHARED = 232448, LANE_BYTES = 32;
+alignas(1024) static unsigned char shared[SHARED];
+
+[[noreturn]] inline void fail(const char* what) {
+  fprintf(stderr, "emulator: %s (block %u,%u thread %u)\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
+  abort();
+}
+
+struct Copy { unsigned char* target; const void* source; u32 bytes; };
+struct Barrier { int arrivals, pending; long bytes; u32 phase; std::vector<Copy> copies; };
+
+struct Warp {
+  u32 generation = 0;
+  int arrived = 0;
+  unsigned char lanes[2][32][LANE_BYTES];
+};
+struct Fiber {
+  void* stack = nullptr;
+  void* pointer = nullptr;
+  const u32* waits_on = nullptr;  // runs again when *waits_on differs from `seen`
+  u32 seen = 0;
+  bool done = false;
+  std::deque<std::vector<Copy>> groups;  // committed cp.async groups, then the open one
+};
+
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static std::map<u32, Barrier> barriers;
+static int current, alive, block_arrived, block_or, block_result;
+static u32 block_generation;
+static void* scheduler;
+static void (*entry)(void*);
+static void* entry_argument;
+
+inline void yield_until_changed(const u32* word, u32 seen) {
+  Fiber& fiber = fibers[current];
+  fiber.waits_on = word;
+  fiber.seen = seen;
+  emulator_switch(&fiber.pointer, scheduler);
+}
+inline void thread_main() {
+  entry(entry_argument);
+  fibers[current].done = true;
+  --alive;
+  void* unused;
+  emulator_switch(&unused, scheduler);
+}
+
+// Every lane gives `bytes` bytes and sees all lanes' in return
+inline unsigned char (*exchange(const void* mine, int bytes))[LANE_BYTES] {
+  Warp& warp = warps[threadIdx.x / 32];
+  const u32 generation = warp.generation;
+  auto* lanes = warp.lanes[generation & 1];
+  memcpy(lanes[threadIdx.x % 32], mine, bytes);
+  if (++warp.arrived == 32) {
+    warp.arrived = 0;
+    ++warp.generation;
+  } else {
+    yield_until_changed(&warp.generation, generation);
+  }
+  return lanes;
+}
+template <class T> T lane_value(unsigned char (*lanes)[LANE_BYTES], int lane) {
+  T value;
+  memcpy(&value, lanes[lane], sizeof value);
+  return value;
+}
+inline int block_sync(int vote) {
+  block_or |= vote;
+  const u32 generation = block_generation;
+  if (++block_arrived >= alive) {
+    block_arrived = 0;
+    block_result = block_or;
+    block_or = 0;
+    ++block_generation;
+  } else {
+    yield_until_changed(&block_generation, generation);
+  }
+  return block_result;
+}
+
+template <class Call> void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
+  if (shared_bytes > SHARED) fail("too much shared memory");
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {threads, 1, 1};
+  entry = [](void* argument) { (*(Call*)argument)(); };
+  entry_argument = &call;
+  std::mt19937 random(seed);
+  if (fibers.size() < threads) fibers.resize(threads);
+  warps.assign(threads / 32, Warp());
+  std::vector<int> order(threads / 32);
+  for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
+        memset(shared, 0xff, shared_bytes);  // NaN
+        barriers.clear();
+        block_arrived = block_or = 0;
+        alive = threads;
+        for (unsigned i = 0; i < threads; ++i) {
+          Fiber& fiber = fibers[i];
+          if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+          void** top = (void**)((char*)fiber.stack + STACK - 64);
+          top[0] = (void*)thread_main;
+          fiber.pointer = top - 6;
+          fiber.waits_on = nullptr;
+          fiber.done = false;
+          fiber.groups.assign(1, {});
+        }
+        for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
+        while (alive) {
+          bool moved = false;
+          std::shuffle(order.begin(), order.end(), random);
+          for (int w : order)
+            for (int lane = 0; lane < 32; ++lane) {
+              Fiber& fiber = fibers[w * 32 + lane];
+              if (fiber.done || (fiber.waits_on && *fiber.waits_on == fiber.seen)) continue;
+              fiber.waits_on = nullptr;
+              current = threadIdx.x = w * 32 + lane;
+              moved = true;
+              emulator_switch(&scheduler, fiber.pointer);
+            }
+          // a thread that ended may have been the last one that a barrier waits for
+          if (block_arrived && block_arrived >= alive) {
+            block_arrived = 0;
+            block_result = block_or;
+            block_or = 0;
+            ++block_generation;
+            moved = true;
+          }
+          if (!moved && alive) fail("deadlock: threads wait for each other");
+        }
+        for (const Warp& warp : warps) if (warp.arrived) fail("a warp ended inside an exchange");
+      }
+}
+
+template <class... A, size_t... I> void invoke(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+  kernel(*(A*)arguments[I]...);
+}
+template <class... A> void invoke(void (*kernel)(A...), void** arguments) {
+  invoke(kernel, arguments, std::index_sequence_for<A...>());
+}
+template <class... A> int parameter_sizes(void (*)(A...), int* sizes) {
+  const int all[] = {(int)sizeof(A)...};
+  memcpy(sizes, all, sizeof all);
+  return sizeof...(A);
+}
+inline unsigned char* at(u32 address) {
+  return shared + (int)(address - 1024);  // shared addresses are offsets from `shared`, and never 0
+}
+inline void transfer(std::vector<Copy>& copies) {
+  for (const Copy& c : copies) memcpy(c.target, c.source, c.bytes);
+  copies.clear();
+}
+
+}  // namespace emulator
+
+// ---- what CUDA C++ provides
+// ------------------------------------------------------------------------------------------
+inline void __syncthreads() { emulator::block_sync(0); }
+inline int __syncthreads_or(int vote) { return emulator::block_sync(vote != 0) != 0; }
+inline void __syncwarp() {
+  const char nothing = 0;
+  emulator::exchange(&nothing, 1);
+}
+template <class T> T __shfl_sync(u32, T value, int lane) { return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), lane & 31); }
+template <class T> T __shfl_xor_sync(u32, T value, int offset) {
+  return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), (threadIdx.x ^ offset) & 31);
+}
+template <class T> T __shfl_up_sync(u32, T value, int offset) {
+  const int lane = threadIdx.x & 31;
+  return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), lane >= offset ? lane - offset : lane);
+}
+inline u32 __ballot_sync(u32, bool vote) {
+  auto* lanes = emulator::exchange(&vote, 1);
+  u32 all = 0;
+  for (int lane = 0; lane < 32; ++lane) all |= (u32)emulator::lane_value<bool>(lanes, lane) << lane;
+  return all;
+}
+inline int __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline u64 __umul64hi(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline double __hiloint2double(int high, int low) { return bits_as<double>((u64)(u32)high << 32 | (u32)low); }
+template <class T> T __ldcg(const T* p) { return *p; }
+inline void __threadfence() {}
+inline void __threadfence_system() {}
+inline u32 atomicAdd(u32* p, u32 x) {
+  const u32 old = *p;
+  *p += x;
+  return old;
+}
+
+// ---- what ptx.cuh provides
+// -------------------------------------------------------------------------------------------
+inline float exp2_fast(float x) { return exp2f(x); }
+template <class E> u16 round_number(float x);
+template <> inline u16 round_number<bf16>(float x) {
+  const u32 bits = bits_as<u32>(x);
+  if (x != x) return 0x7fff;
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+template <> inline u16 round_number<fp16>(float x) { return bits_as<u16>((_Float16)x); }
+template <class E> float number(u16 bits);
+template <> inline float number<bf16>(u16 bits) { return bits_as<float>((u32)bits << 16); }
+template <> inline float number<fp16>(u16 bits) { return (float)bits_as<_Float16>(bits); }
+template <class E> u32 pack2(float low, float high) { return round_number<E>(low) | (u32)round_number<E>(high) << 16; }
+template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), number<E>((u16)(pair >> 16))}; }
+inline u32 load_ordered(const u32* p) { return *p; }
+inline uint4 load_ordered(const uint4* p) { return *p; }
+inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
+
+inline void async_copy_16(u32 target, const void* source) {
+  unsigned char* const t = emulator::at(target);
+  if ((uintptr_t)t % 16 || (uintptr_t)source % 16) emulator::fail("misaligned async copy");
+  memset(t, 0xff, 16);
+  emulator::fibers[emulator::current].groups.back().push_back({t, source, 16});
+}
+inline void async_copy_commit() { emulator::fibers[emulator::current].groups.emplace_back(); }
+template <int LEFT> void async_copy_wait() {
+  auto& groups = emulator::fibers[emulator::current].groups;
+  while ((int)groups.size() - 1 > LEFT) {
+    emulator::transfer(groups.front());
+    groups.pop_front();
+  }
+}
+
+inline void load_matrices(u32 (&r)[4], u32 address) {
+  if (address % 16) emulator::fail("misaligned ldmatrix");
+  auto* lanes = emulator::exchange(&address, 4);
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; ++i) memcpy(&r[i], emulator::at(emulator::lane_value<u32>(lanes, 8 * i + lane / 4)) + lane % 4 * 4, 4);
+}
+inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
+  if (address % 16) emulator::fail("misaligned ldmatrix");
+  auto* lanes = emulator::exchange(&address, 4);
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; ++i) {
+    u16 pair[2];
+    for (int h = 0; h < 2; ++h) memcpy(&pair[h], emulator::at(emulator::lane_value<u32>(lanes, 8 * i + lane % 4 * 2 + h)) + lane / 4 * 2, 2);
+    r[i] = pair[0] | (u32)pair[1] << 16;
+  }
+}
+template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+  auto* lanes = emulator::exchange(mine, sizeof mine);
+  const int lane = threadIdx.x & 31;
+  auto half = [&](int from, int word, int k) {
+    u32 value;
+    memcpy(&value, lanes[from] + word * 4, 4);
+    return number<E>((u16)(k & 1 ? value >> 16 : value));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4, column = lane % 4 * 2 + (i & 1);
+    float sum = 0;
+    for (int k = 0; k < 16; ++k)
+      sum += half(row * 4 + k % 8 / 2, (k < 8 ? 0 : 2) + (i >> 1), k) * half(column * 4 + k % 8 / 2, 4 + k / 8, k);
+    c[i] += sum;
+  }
+}
+
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() {}
+#ifdef HOPPER
+inline void barrier_init(u32 barrier, u32 arrivals) { emulator::barriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0, {}}; }
+inline void barrier_init_fence() {}
+inline void barrier_settle(emulator::Barrier& b) {
+  if (b.pending || b.bytes) return;
+  b.pending = b.arrivals;
+  ++b.phase;
+}
+inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+  auto& b = emulator::barriers.at(barrier);
+  if (--b.pending < 0) emulator::fail("too many arrivals at a barrier");
+  b.bytes += bytes;
+}
+inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
+  unsigned char* const t = emulator::at(target);
+  if ((uintptr_t)t % 16 || (uintptr_t)source % 16 || bytes % 16) emulator::fail("misaligned bulk copy");
+  memset(t, 0xff, bytes);
+  emulator::barriers.at(barrier).copies.push_back({t, source, bytes});
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+  auto& b = emulator::barriers.at(barrier);
+  if ((b.phase & 1) != parity) return;
+  for (auto& c : b.copies) b.bytes -= c.bytes;
+  emulator::transfer(b.copies);
+  if (b.pending != b.arrivals) barrier_settle(b);
+  while ((b.phase & 1) == parity) emulator::yield_until_changed(&b.phase, b.phase);
+}
+#endif
