@@ -278,7 +278,7 @@ async def steady(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def device_share(runner: Runner, items: list[workload.Item], sampling: SamplingParameters) -> dict[str, float]:
-    """Share of the time that no kernel ran, over the decode steps in the middle of a run, from the profiler's records."""
+    """Share of the time that no kernel ran, over decode steps in the middle of a run, from the profiler's records."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

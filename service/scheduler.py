@@ -4,16 +4,19 @@ It reads no clock, knows no asyncio and no torch: time is an argument, plans and
 for every running Sequence is a handful of numpy operations over rows; loops run over admissions, ends, preemptions.
 
 The host is one step behind: `schedule` builds step k + 1 while step k runs, so a row's newest token may be known to the
-device alone. Per row, three counts tell everything:
+device alone. Per row:
 
-    prompt ────────────────▶ output ───────────▶ limit
-    computed (mm's length)   keys and values exist, or are being written by a submitted step
-    known                    tokens the host has
-    total                    tokens that exist: known + sampled by a submitted step, not yet committed
+    computed (mm's length)   tokens whose keys and values exist or are being written by a submitted step
+    remaining                tokens that exist and are not computed. The newest may exist on the device alone
+    known                    tokens the host has: computed + remaining, less one if a submitted step sampled one
+    limit                    prompt + max_tokens
 
-    total - computed == 1    the row decodes (its token is fed back on the device if known < total)
-    total - computed >  1    the row prefills: a prompt, or a preempted Sequence that computes its tokens again
-    total == limit           nothing more to schedule; it ends at the next commit
+    remaining == 1                    the row decodes: one token in, one token out, so this stays 1
+    remaining >  1                    the row prefills: a prompt, or a preempted Sequence computing its tokens again
+    computed + remaining == limit     nothing more to schedule; it ends at the next commit
+
+In steady decode (the same rows as in the step before, and nobody waits who could be admitted) next to nothing changes:
+a `_Steady` keeps what does not, so that a step costs a dozen numpy operations.
 
 Rules, cited by number below:
   1. Decodes come first, then running prefills in order of arrival, then admissions in order of arrival.
@@ -23,12 +26,12 @@ Rules, cited by number below:
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mm import MemoryManager, pages_for
-from mm.addresses import FloatArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.engine_client import Ended, EndReason
 from service.request import Sequence, State
@@ -60,16 +63,33 @@ class Committed:
     ended: list[tuple[Sequence, Ended]]
 
 
+@dataclass(slots=True)
+class _Steady:
+    """Rows that decode step after step, and what stays the same meanwhile. Valid while no row changes hands."""
+
+    rows: Int32Array
+    ones: Int32Array
+    starts: Int32Array  # of the next step
+    steps: int  # until the first of them reaches its limit
+    plan: StepPlan  # the last one: its rows, query_starts, token_ids and samples serve again
+    epochs: Int64Array
+    front_ends: Int32Array
+    sequence_ids: Int64Array
+    end_ids: Int32Array  # (S, E)
+    has_end_ids: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     """A plan on its way, and whose rows it ran: a row may have changed hands before the result is there."""
 
     plan: StepPlan
     epochs: Int64Array  # (S,)
+    steady: _Steady | None
 
 
 class _Rows:
-    """The running Sequences as a struct of arrays, by row. A row that nobody runs in has total 0."""
+    """The running Sequences as a struct of arrays, by row. A row that nobody runs in has remaining 0 and limit 0."""
 
     def __init__(self, rows: int, max_length: int) -> None:
         self.sequences: list[Sequence | None] = [None] * rows
@@ -77,7 +97,7 @@ class _Rows:
             (rows, max_length), np.int32
         )  # the system gives memory to touched pages only
         self.known: Int32Array = np.zeros(rows, np.int32)
-        self.total: Int32Array = np.zeros(rows, np.int32)
+        self.remaining: Int32Array = np.zeros(rows, np.int32)
         self.limit: Int32Array = np.zeros(rows, np.int32)
         self.prompt: Int32Array = np.zeros(rows, np.int32)
         self.arrival: Int64Array = np.zeros(rows, np.int64)
@@ -91,7 +111,7 @@ class _Rows:
         count = len(sequence.tokens)
         self.sequences[row] = sequence
         self.tokens[row, :count] = sequence.tokens
-        self.known[row] = self.total[row] = count
+        self.known[row] = self.remaining[row] = count
         self.limit[row] = sequence.limit
         self.prompt[row] = sequence.prompt_tokens
         self.arrival[row] = arrival
@@ -110,7 +130,7 @@ class _Rows:
         assert sequence is not None
         sequence.tokens = self.tokens[row, : self.known[row]].copy()
         self.sequences[row] = None
-        self.known[row] = self.total[row] = self.limit[row] = 0
+        self.known[row] = self.remaining[row] = self.limit[row] = 0
         self.epoch[row] += 1
 
 
@@ -132,6 +152,7 @@ class Scheduler:
         self._submitted: deque[_Submitted] = deque()
         self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
         self._entered: list[Sequence] = []  # rows whose sampling parameters the next plan carries
+        self._steady: _Steady | None = None
 
     # --- what the engine calls
 
@@ -149,6 +170,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
+        if (steady := self._steady) is not None:
+            nobody_enters = not self.waiting or not self.memory.tables.free_rows
+            if nobody_enters and steady.steps > 0 and len(steady.rows) <= self.memory.free_frames:
+                return self._steady_plan(steady)
         decodes = self._choose_decodes()
         decodes, chunks = self._choose_prefills(decodes)
         budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
@@ -160,6 +185,9 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> Committed:
         """Take the result of the oldest submitted step: append tokens, find who ended, free what they held."""
         submitted, state = self._submitted.popleft(), self._rows
+        steady = self._steady
+        if steady is not None and submitted.steady is steady and not result.failed.any():
+            return self._commit_steady(steady, result.tokens, now)
         sampled = np.flatnonzero(submitted.plan.samples)
         all_rows = submitted.plan.rows[sampled]
         mine = submitted.epochs[sampled] == state.epoch[all_rows]
@@ -172,18 +200,12 @@ class Scheduler:
         state.last_token_s[rows] = now
         for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
             self._at(row).first_token_s = now
-        front_ends, sequence_ids = state.front_end[rows], state.sequence_id[rows]
+        committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps, [])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
-        over = np.flatnonzero(stopped | (state.known[rows] == state.limit[rows]))
-        ended: list[tuple[Sequence, Ended]] = []
-        for i in over.tolist():
-            sequence = self._at(int(rows[i]))
-            reason: EndReason = "stop" if stopped[i] else "length"
-            ended.append((sequence, self.end(sequence, reason, now, end_token=int(tokens[i]))))
+        self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], now)
         for row in all_rows[mine & failed].tolist():
             sequence = self._at(row)
-            ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
-        committed = Committed(front_ends, sequence_ids, tokens, gaps, ended)
+            committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
         return committed if mine.all() else self._commit_bereft(committed, submitted, result, sampled[~mine], now)
 
     def end(
@@ -214,15 +236,66 @@ class Scheduler:
             ttft_s=(now if first is None else first) - sequence.submitted_s,
         )
 
+    # --- steady decode
+
+    def _steady_plan(self, steady: _Steady) -> StepPlan:
+        """The plan of the step before, one token further."""
+        orders = self.memory.grow(steady.rows, steady.ones)
+        self._step += 1
+        last = steady.plan
+        plan = StepPlan(
+            step=self._step,
+            orders=orders,
+            settings=None,
+            rows=last.rows,
+            starts=steady.starts,
+            query_starts=last.query_starts,
+            token_ids=last.token_ids,
+            samples=last.samples,
+            decodes=last.decodes,
+        )
+        steady.plan = plan
+        steady.starts = steady.starts + 1
+        steady.steps -= 1
+        self._submitted.append(_Submitted(plan, steady.epochs, steady))
+        return plan
+
+    def _commit_steady(self, steady: _Steady, tokens: Int32Array, now: float) -> Committed:
+        """`commit` for rows that have all been committed in the step before too: nobody is new, nobody has left."""
+        state, rows = self._rows, steady.rows
+        known = state.known[rows]
+        state.tokens[rows, known] = tokens
+        known += 1
+        state.known[rows] = known
+        gaps = now - state.last_token_s[rows]
+        state.last_token_s[rows] = now
+        committed = Committed(steady.front_ends, steady.sequence_ids, tokens, gaps, [])
+        over = steady.steps <= 1  # the limits are known ahead: two steps are on their way at most
+        if steady.has_end_ids or over:
+            stopped = (steady.end_ids == tokens[:, None]).any(axis=1)
+            if over or stopped.any():
+                self._end_rows(committed, rows, stopped, known == state.limit[rows], now)
+        return committed
+
+    def _end_rows(
+        self, committed: Committed, rows: Int32Array, stopped: BoolArray, full: BoolArray, now: float
+    ) -> None:
+        """End the Sequences of `rows` that sampled an end token or are as long as they may be."""
+        for i in np.flatnonzero(stopped | full).tolist():
+            sequence = self._at(int(rows[i]))
+            reason: EndReason = "stop" if stopped[i] else "length"
+            token = int(committed.tokens[i])
+            committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
+
     # --- choosing
 
     def _choose_decodes(self) -> Int32Array:
         """(N,) rows with one token to compute; the youngest are preempted until each has its frame (rule 2)."""
         state, lengths = self._rows, self.memory.tables.lengths
-        rows = np.flatnonzero((state.total - lengths == 1) & (state.total < state.limit)).astype(np.int32)
+        rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
         while len(rows) > self.memory.free_frames and self._frames_of_decodes(rows) > self.memory.free_frames:
             self._preempt(next(reversed(self.running.values())))
-            rows = rows[state.total[rows] > 0]
+            rows = rows[state.remaining[rows] > 0]
         return rows
 
     def _frames_of_decodes(self, rows: Int32Array) -> int:
@@ -230,8 +303,8 @@ class Scheduler:
 
     def _choose_prefills(self, decodes: Int32Array) -> tuple[Int32Array, list[tuple[Sequence, int]]]:
         """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
-        state, lengths = self._rows, self.memory.tables.lengths
-        prefilling = np.flatnonzero(state.total - lengths > 1)
+        state = self._rows
+        prefilling = np.flatnonzero(state.remaining > 1)
         chunks: list[tuple[Sequence, int]] = []
         if not len(prefilling):
             return decodes, chunks
@@ -241,7 +314,7 @@ class Scheduler:
             if budget <= 0 or sequence.state is not State.RUNNING:
                 break  # preempted for an older one, and so are all after it
             row = self._row(sequence)
-            count = min(int(state.total[row] - lengths[row]), budget)
+            count = min(int(state.remaining[row]), budget)
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
             while frames > self.memory.free_frames - taken:
                 victim = next(reversed(self.running.values()))
@@ -249,7 +322,7 @@ class Scheduler:
                     return decodes, chunks  # the youngest waits: the older ones will end
                 self._preempt(victim)
                 before = self._frames_of_decodes(decodes)
-                decodes = decodes[state.total[decodes] > 0]
+                decodes = decodes[state.remaining[decodes] > 0]
                 taken -= before - self._frames_of_decodes(decodes)
             chunks.append((sequence, count))
             taken += frames
@@ -262,8 +335,9 @@ class Scheduler:
         if not self.waiting or budget <= 0:
             return chunks
         state, tables, total_frames = self._rows, self.memory.tables, self.memory.frames.total
-        prefilling = np.flatnonzero(state.total - tables.lengths > 1)
-        promised = -(-state.total[prefilling] // tables.page_size) - tables.pages(prefilling.astype(np.int32))
+        prefilling = np.flatnonzero(state.remaining > 1).astype(np.int32)
+        totals = tables.lengths[prefilling] + state.remaining[prefilling]
+        promised = -(-totals // tables.page_size) - tables.pages(prefilling)
         free = self.memory.free_frames - self._frames_of_decodes(decodes) - int(promised.sum())
         while self.waiting and budget > 0 and tables.free_rows:
             sequence = next(iter(self.waiting.values()))
@@ -288,12 +362,14 @@ class Scheduler:
         counts[len(decodes) :] = [count for _, count in chunks]
         starts = self.memory.tables.lengths[rows]
         orders = self.memory.grow(rows, counts)
-        newest = state.tokens[decodes, state.total[decodes] - 1]
-        token_ids = [np.where(state.known[decodes] == state.total[decodes], newest, FED_BACK).astype(np.int32)]
+        fed_back = state.known[decodes] == starts[: len(decodes)]  # the token to compute is the device's alone
+        newest = state.tokens[decodes, starts[: len(decodes)]]
+        token_ids = [np.where(fed_back, FED_BACK, newest).astype(np.int32)]
         for row, start, count in zip(chunk_rows, starts[len(decodes) :], counts[len(decodes) :], strict=True):
             token_ids.append(state.tokens[row, start : start + count])
-        samples = starts + counts == state.total[rows]
-        state.total[rows[samples]] += 1
+        remaining = state.remaining[rows]
+        samples = counts == remaining
+        state.remaining[rows] = remaining - counts + samples
         entered, self._entered = self._entered, []
         settings = None
         if entered:
@@ -313,8 +389,28 @@ class Scheduler:
             samples=samples,
             decodes=len(decodes),
         )
-        self._submitted.append(_Submitted(plan, state.epoch[rows]))
+        epochs = state.epoch[rows]
+        self._steady = None if chunks or not len(rows) else self._steady_from(plan, epochs)
+        self._submitted.append(_Submitted(plan, epochs, None))
         return plan
+
+    def _steady_from(self, plan: StepPlan, epochs: Int64Array) -> _Steady:
+        """What the next steps will share with a plan in which all rows decode."""
+        state, rows = self._rows, plan.rows
+        starts = plan.starts + 1
+        width = max(len(self._at(row).end_ids) for row in rows.tolist())
+        return _Steady(
+            rows=rows,
+            ones=np.ones(len(rows), np.int32),
+            starts=starts,
+            steps=int((state.limit[rows] - starts).min()) - 1,
+            plan=replace(plan, token_ids=np.full(len(rows), FED_BACK, np.int32)),
+            epochs=epochs,
+            front_ends=state.front_end[rows],
+            sequence_ids=state.sequence_id[rows],
+            end_ids=state.end_ids[rows, :width],
+            has_end_ids=width > 0,
+        )
 
     # --- moving between states
 
@@ -323,6 +419,7 @@ class Scheduler:
         del self.waiting[sequence.key]
         sequence.space = self.memory.create(sequence.request_id)
         self._admissions += 1
+        self._steady = None
         self._rows.enter(sequence.space.row, sequence, self._admissions)
         self.running[sequence.key] = sequence
         self._entered.append(sequence)
@@ -333,6 +430,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """RUNNING -> nowhere: the row and all frames are free again."""
         assert sequence.space is not None
+        self._steady = None
         self._rows.leave(sequence.space.row)
         sequence.space.release()
         sequence.space = None
@@ -343,7 +441,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """RUNNING -> WAITING, at the head of the queue (rule 3). Its tokens will be computed again."""
         row = self._row(sequence)
-        sequence.in_flight = int(self._rows.total[row] - self._rows.known[row])
+        exist = int(self.memory.tables.lengths[row] + self._rows.remaining[row])
+        sequence.in_flight = exist - int(self._rows.known[row])
         if sequence.in_flight:
             self._bereft[row, int(self._rows.epoch[row])] = sequence
         self._leave(sequence)

@@ -116,7 +116,7 @@ class Server:
             return await self._serve(loading.result())
         finally:
             watch.cancel()
-            for runner in self._runners:
+            for runner in self._runners:  # handlers send what is left, for FLUSH_S at most
                 await runner.cleanup()
 
     async def _serve(self, loaded: Loaded) -> int:
@@ -134,9 +134,7 @@ class Server:
                 await self._unless_stopped(running)
             if not running.done():
                 await self._drain(loaded, running)
-            engine.stop()
-            for runner in self._runners:  # the public port first; handlers send what is left
-                await runner.cleanup()
+            engine.stop()  # what still runs gets an error event
             await running
             return 0
         except Exception as error:  # the engine has logged it; sequences were told

@@ -1,9 +1,11 @@
 """RoPE, QK-norm and the write of keys and values, against float64."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from paged_cases import either
 
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
@@ -92,12 +94,23 @@ class Setup:
 REAL = [0, 2, 3, 4, 5, 6]  # token 1 is padding
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (2, 2, 64), (8, 2, 128), (7, 1, 128)])
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_rotates_and_writes(device, generator, dtype, heads, kv_heads, head_dim, with_norm, in_place) -> None:
+SHAPES = [(9, 3, 64), (2, 2, 64), (8, 2, 128), (7, 1, 128)]
+ON_ALL = [
+    (torch.bfloat16, (9, 3, 64), False, True),
+    (torch.bfloat16, (8, 2, 128), True, False),
+    (torch.float16, (2, 2, 64), True, True),
+    (torch.float32, (9, 3, 64), True, False),
+    (torch.float32, (7, 1, 128), False, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "with_norm", "in_place"),
+    either(ON_ALL, itertools.product(TOLERANCE, SHAPES, (False, True), (False, True))),
+)
+def test_rotates_and_writes(device, generator, dtype, shape, with_norm, in_place) -> None:
     """Queries, keys and values of every real token are where they belong; nothing else in the pool has changed."""
+    heads, kv_heads, head_dim = shape
     setup = Setup(device, generator, dtype, heads, kv_heads, head_dim)
     norms = tuple(torch.randn(2, head_dim, generator=generator).to(dtype)) if with_norm else None
     q, failed = setup.run(norms, in_place)
@@ -123,9 +136,8 @@ def test_rotates_and_writes(device, generator, dtype, heads, kv_heads, head_dim,
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_what_is_not_finite_is_flagged_and_never_stored(device, generator, dtype, bad, where) -> None:
+@pytest.mark.parametrize(("where", "bad"), [("query", math.inf), ("key", math.nan), ("value", -math.inf)])
+def test_what_is_not_finite_is_flagged_and_never_stored(device, generator, dtype, where, bad) -> None:
     """The token's row fails, only that one, and the pool stays finite."""
     setup = Setup(device, generator, dtype, 2, 1, 64)
     setup.qkv[3, {"query": 5, "key": 2 * 64 + 40, "value": 3 * 64 + 1}[where]] = bad

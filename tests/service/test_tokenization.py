@@ -53,7 +53,7 @@ def sentence_piece() -> dict[str, Any]:
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, show_progress=False))
     spec = json.loads(trained.to_str())
-    names = ["<unk>", *CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *spec["model"]["vocab"]]
+    names = ["<unk>", *CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *spec["model"]["vocab"], "▁\ufffd"]
     spec["model"] |= {
         "vocab": {name: id_ for id_, name in enumerate(dict.fromkeys(names))},
         "byte_fallback": True,
@@ -176,6 +176,14 @@ def test_invalid_bytes_after_a_whole_character_do_not_break_the_stream(sentence_
     tokenizer = sentence_piece_tokenizer
     ids = [4 + byte for byte in "€".encode() + b"\xff"] + tokenizer.encode("the dog", add_special_tokens=False)
     assert "".join(stream(tokenizer.detokenizer(skip_special_tokens=True), ids)) == "€\ufffd the dog"
+
+
+def test_a_held_back_word_keeps_its_space(sentence_piece_tokenizer: Tokenizer) -> None:
+    """U+FFFD as a word of the vocabulary looks like an unfinished character until the end comes."""
+    tokenizer = sentence_piece_tokenizer
+    ids = [*tokenizer.encode("the", add_special_tokens=False), tokenizer.backend.token_to_id("▁\ufffd")]
+    *pieces, last = stream(tokenizer.detokenizer(skip_special_tokens=True), ids)
+    assert ("".join(pieces), last) == ("the", " \ufffd")
 
 
 def test_held_back_ids_stay_few_whatever_is_generated(tokenizer: Tokenizer) -> None:

@@ -91,7 +91,7 @@ emulator_switch:
 
 namespace emulator {
 
-constexpr int STACK = 256 * 1024, SHARED = 232448, LANE_BYTES = 32;
+constexpr int STACK = 256 * 1024, SHARED = 232448, LANE_BYTES = 48;
 alignas(1024) static unsigned char shared[SHARED];
 
 [[noreturn]] inline void fail(const char* what) {
@@ -105,7 +105,7 @@ struct Barrier { int arrivals, pending; long bytes; u32 phase; std::vector<Copy>
 struct Warp {
   u32 generation = 0;
   int arrived = 0;
-  unsigned char lanes[2][32][LANE_BYTES];
+  alignas(16) unsigned char lanes[2][32][LANE_BYTES];
 };
 struct Fiber {
   void* stack = nullptr;
@@ -337,18 +337,21 @@ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
 }
 template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
-  auto* lanes = emulator::exchange(mine, sizeof mine);
+  float numbers[12];  // a0 low, a0 high, a1 low, ...
+  for (int i = 0; i < 6; ++i) numbers[2 * i] = number<E>((u16)mine[i]), numbers[2 * i + 1] = number<E>((u16)(mine[i] >> 16));
+  auto* lanes = emulator::exchange(numbers, sizeof numbers);
   const int lane = threadIdx.x & 31;
-  auto half = [&](int from, int word, int k) {
-    u32 value;
-    memcpy(&value, lanes[from] + word * 4, 4);
-    return number<E>((u16)(k & 1 ? value >> 16 : value));
-  };
+  float a[2][16], b[2][16];  // this lane's two rows and two columns
+  for (int k = 0; k < 16; ++k) {
+    const int owner = k % 8 / 2, upper = k / 8, high = k & 1;
+    const float* row = (const float*)lanes[lane / 4 * 4 + owner];
+    a[0][k] = row[2 * (2 * upper) + high];
+    a[1][k] = row[2 * (2 * upper + 1) + high];
+    for (int j = 0; j < 2; ++j) b[j][k] = ((const float*)lanes[(lane % 4 * 2 + j) * 4 + owner])[2 * (4 + upper) + high];
+  }
   for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4, column = lane % 4 * 2 + (i & 1);
     float sum = 0;
-    for (int k = 0; k < 16; ++k)
-      sum += half(row * 4 + k % 8 / 2, (k < 8 ? 0 : 2) + (i >> 1), k) * half(column * 4 + k % 8 / 2, 4 + k / 8, k);
+    for (int k = 0; k < 16; ++k) sum += a[i >> 1][k] * b[i & 1][k];
     c[i] += sum;
   }
 }

@@ -72,6 +72,7 @@ class EmulatedLoader:
             options = [
                 "-std=c++17",
                 "-O2",
+                "-march=native",
                 "-shared",
                 "-fPIC",
                 "-w",

@@ -100,5 +100,5 @@ def worst_error(result: Tensor, reference: Tensor) -> float:
 
 
 def either(on_all: list[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: `on_all` run on every device, the rest of `cases` on a GPU only: they would take minutes."""
+    """Parameters of a test: those in `on_all` run on every device, the others of `cases` on a GPU only."""
     return [case if case in on_all else pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
