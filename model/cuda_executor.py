@@ -12,6 +12,7 @@ Trap: everything is enqueued on one stream of this executor's own; it becomes th
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,11 @@ GRAPH_SIZES: tuple[int, ...] = (
 )
 GRAPH_SIZES += (320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
 """Batch sizes that decode graphs are captured for. A batch is padded up to the next: at most a quarter, above 32."""
+
+MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+MIXED_SEQUENCES = (8, 64, 256)
+"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
+computes long enough for the host to launch it kernel by kernel."""
 
 
 @dataclass(slots=True)
@@ -203,7 +209,8 @@ class CudaExecutor:
             )
             self.results = self._program.results
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
-            self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+            self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by sequences, ascending
+            self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (tokens, sequences), ascending
             self._warm_up(max_rows)
             if graphs:
                 self._capture(max_rows)
@@ -215,8 +222,7 @@ class CudaExecutor:
             torch.cuda.set_stream(self.stream)  # once per thread: the caller's current stream from now on
         slot, sequences = plan.step % RING, len(plan.rows)
         self._program.upload(plan, slot, self._raw_stream)
-        graph = self._graph_for(sequences) if plan.decodes == sequences else None
-        if graph is not None:
+        if (graph := self._graph_for(plan)) is not None:
             graph.replay()
         else:
             self._program.run(self._program.sizes(plan, self._raw_stream))
@@ -225,11 +231,16 @@ class CudaExecutor:
     def close(self) -> None:
         """Finish what is enqueued. Idempotent; the device's memory goes with the object."""
         self.stream.synchronize()
-        self._graphs.clear()
+        self._decode_graphs.clear()
+        self._mixed_graphs.clear()
 
-    def _graph_for(self, sequences: int) -> torch.cuda.CUDAGraph | None:
-        """That of the smallest captured batch size that holds `sequences`."""
-        return next((graph for size, graph in self._graphs.items() if size >= sequences), None)
+    def _graph_for(self, plan: StepPlan) -> torch.cuda.CUDAGraph | None:
+        """The smallest graph that holds the plan."""
+        sequences, tokens = len(plan.rows), len(plan.token_ids)
+        if plan.decodes == sequences:
+            return next((graph for size, graph in self._decode_graphs.items() if size >= sequences), None)
+        fits = (graph for (t, s), graph in self._mixed_graphs.items() if t >= tokens and s >= sequences)
+        return next(fits, None)
 
     def _warm_up(self, max_rows: int) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
@@ -240,16 +251,25 @@ class CudaExecutor:
         self.stream.synchronize()
 
     def _capture(self, max_rows: int) -> None:
-        """Capture the decode step for every size of the ladder, sharing one memory pool: only one runs at a time."""
-        memory = torch.cuda.graph_pool_handle()
+        """Capture decode steps and mixed steps for their ladders of sizes."""
+        memory = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
         for size in [size for size in GRAPH_SIZES if size < max_rows] + [max_rows]:
             step = CudaStep(self._raw_stream, sequences=size, tokens=size, decodes=size, prefill_blocks=0)
-            self._program.run(step)  # cuBLAS chooses its kernels for the size outside of the capture
-            self.stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=self.stream):
-                self._program.run(step)
-            self._graphs[size] = graph
+            self._decode_graphs[size] = self._captured(step, memory)
+        for tokens in (size for size in MIXED_TOKENS if size <= self._program.max_tokens):
+            most = min(tokens, max_rows)
+            for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
+                blocks = self._program.kernels.prefill_blocks(tokens, sequences)
+                step = CudaStep(self._raw_stream, sequences, tokens, decodes=sequences, prefill_blocks=blocks)
+                self._mixed_graphs[tokens, sequences] = self._captured(step, memory)
+
+    def _captured(self, step: CudaStep, memory: Any) -> torch.cuda.CUDAGraph:
+        self._program.run(step)  # cuBLAS chooses its kernels for the size outside of the capture
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, stream=self.stream):
+            self._program.run(step)
+        return graph
 
 
 def _upload_of(plan: StepPlan, slot: int) -> StepUpload:

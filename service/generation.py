@@ -52,8 +52,15 @@ async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[l
 
 async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel) -> list[int]:
     """Token ids that the model's template makes of the messages. Raises BadRequest."""
+    limits = model.client.limits
+    if len(body.messages or ()) > limits.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
+            param="max_tokens",
+        )
     messages = template_messages(body)
-    check_text_length(sum(len(message["content"]) for message in messages), model.client.limits)
+    check_text_length(sum(len(message["content"]) for message in messages), limits)
     ids = await model.tokenizer.render_chat_async(
         messages,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -224,15 +231,17 @@ class Generation:
         return sum(choice.ended.cached_tokens for choice in self.choices if choice.ended is not None)
 
     def numbers(self) -> dict[str, Any]:
-        """For the request's log line. Times in milliseconds."""
+        """For the request's log line. Times in milliseconds, known once a choice has ended."""
         ends = [choice.ended for choice in self.choices if choice.ended is not None]
-        return {
+        numbers: dict[str, Any] = {
             "choices": len(self.choices),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "finish_reasons": sorted({choice.finish_reason or "none" for choice in self.choices}),
             "preemptions": sum(end.preemptions for end in ends),
-            "queue_ms": round(max((end.queue_s for end in ends), default=0.0) * 1000, 1),
-            "ttft_ms": round(min((end.ttft_s for end in ends), default=0.0) * 1000, 1),
         }
+        if ends:
+            numbers["queue_ms"] = round(max(end.queue_s for end in ends) * 1000, 1)
+            numbers["ttft_ms"] = round(min(end.ttft_s for end in ends) * 1000, 1)
+        return numbers

@@ -140,8 +140,7 @@ class Server:
         except Exception as error:  # the engine has logged it; sequences were told
             raise Failure(f"the engine has stopped: {error}", EXIT_FAULT) from error
         finally:
-            engine.stop()
-            loaded.close()
+            await end(loaded, running)
 
     def _publish(self, loaded: Loaded) -> None:
         """Let the front end and the metrics know the model."""
@@ -270,10 +269,15 @@ async def check(settings: Settings) -> str:
     except RuntimeError as error:
         raise Failure(f"the model does not run: {error}", EXIT_FAULT) from error
     finally:
-        engine.stop()
-        with suppress(Exception):
-            await running
-        loaded.close()
+        await end(loaded, running)
+
+
+async def end(loaded: Loaded, running: "asyncio.Task[None]") -> None:
+    """Stop the engine, however it stands, and let go of the model."""
+    loaded.assembly.engine.stop()
+    with suppress(Exception):  # what broke the engine has been told by then
+        await running
+    loaded.close()
 
 
 async def warm_up(loaded: Loaded) -> None:

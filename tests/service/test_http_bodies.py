@@ -298,6 +298,14 @@ async def test_a_hopeless_text_is_refused_before_it_is_tokenized(server: Server,
         assert f"maximum context length is {MAX_LENGTH} tokens" in answer.error["message"]
 
 
+async def test_more_messages_than_tokens_are_refused(server: Server) -> None:
+    message = {"role": "user", "content": ""}
+    answer = await server.post("/v1/chat/completions", {"messages": [message] * (MAX_LENGTH + 1)})
+    assert answer.status == 400
+    assert f"maximum context length is {MAX_LENGTH} tokens" in answer.error["message"]
+    assert "513 messages" in answer.error["message"]
+
+
 # ---------------------------------------------------------------- lengths (C15, C20)
 
 

@@ -354,6 +354,7 @@ async def test_while_draining(start: Start) -> None:
     assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 503}
     answer = await server.complete()
     assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
+    assert (await server.post("/v1/completions", b"not even read")).status == 503
     server.engine.tick()
     server.engine.tick()
     assert (await running).status == 200

@@ -126,6 +126,9 @@ async def test_one_event_a_step_even_without_text(server: Server) -> None:
     assert len(tokens) == 4
     events = (await server.complete(stream=True)).events
     assert [event["choices"][0]["text"] for event in events] == ["", "", "", "\U0001fae0", ""]
+    _role, *events = (await server.chat(stream=True)).events
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas == [{"content": ""}] * 3 + [{"content": "\U0001fae0"}, {}]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 41))

@@ -1,6 +1,7 @@
 """The server as a process: start, drain, exit codes. A tiny model with random weights, real signals and sockets."""
 
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -355,8 +356,12 @@ async def test_a_model_that_cannot_run_never_opens(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(server_module, "load", load)
     server = Server(Settings(port=0, admin_port=0), "0")
+    unheard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
     with capture_logs():
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(Failure):
                 await server.run()
+    gc.collect()
+    assert unheard == [], "an exception that nobody looked at is a traceback behind the one line"
     assert server.front_end.state == "dead"

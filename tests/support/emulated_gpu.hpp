@@ -10,15 +10,11 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <random>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -100,7 +96,8 @@ alignas(1024) static unsigned char shared[SHARED];
 }
 
 struct Copy { unsigned char* target; const void* source; u32 bytes; };
-struct Barrier { int arrivals, pending; long bytes; u32 phase; std::vector<Copy> copies; };
+struct Group { int number; Copy copy; };  // of cp.async
+struct Barrier { u32 address; int arrivals, pending; long bytes; u32 phase; std::vector<Copy> copies; };
 
 struct Warp {
   u32 generation = 0;
@@ -113,12 +110,13 @@ struct Fiber {
   const u32* waits_on = nullptr;  // runs again when *waits_on differs from `seen`
   u32 seen = 0;
   bool done = false;
-  std::deque<std::vector<Copy>> groups;  // committed cp.async groups, then the open one
+  std::vector<Group> copies;  // cp.async, by group, not yet carried out
+  int group = 0;              // the open one
 };
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
-static std::map<u32, Barrier> barriers;
+static std::vector<Barrier*> barriers;
 static int current, alive, block_arrived, block_or, block_result;
 static u32 block_generation;
 static void* scheduler;
@@ -172,13 +170,13 @@ inline int block_sync(int vote) {
   return block_result;
 }
 
-template <class Call> void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
+template <class Call>
+void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
   if (shared_bytes > SHARED) fail("too much shared memory");
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   entry = [](void* argument) { (*(Call*)argument)(); };
   entry_argument = &call;
-  std::mt19937 random(seed);
   if (fibers.size() < threads) fibers.resize(threads);
   warps.assign(threads / 32, Warp());
   std::vector<int> order(threads / 32);
@@ -186,23 +184,29 @@ template <class Call> void run(const unsigned* grid, unsigned threads, unsigned 
     for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
       for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
         memset(shared, 0xff, shared_bytes);  // NaN
+        for (Barrier* barrier : barriers) delete barrier;
         barriers.clear();
         block_arrived = block_or = 0;
         alive = threads;
         for (unsigned i = 0; i < threads; ++i) {
           Fiber& fiber = fibers[i];
-          if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+          const int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
+          if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, access, kind, -1, 0);
           void** top = (void**)((char*)fiber.stack + STACK - 64);
           top[0] = (void*)thread_main;
           fiber.pointer = top - 6;
           fiber.waits_on = nullptr;
           fiber.done = false;
-          fiber.groups.assign(1, {});
+          fiber.copies.clear();
+          fiber.group = 0;
         }
         for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
         while (alive) {
           bool moved = false;
-          std::shuffle(order.begin(), order.end(), random);
+          for (unsigned w = order.size() - 1; w > 0; --w) {  // another order of the warps
+            seed = seed * 1664525u + 1013904223u;
+            std::swap(order[w], order[(seed >> 8) % (w + 1)]);
+          }
           for (int w : order)
             for (int lane = 0; lane < 32; ++lane) {
               Fiber& fiber = fibers[w * 32 + lane];
@@ -240,9 +244,10 @@ template <class... A> int parameter_sizes(void (*)(A...), int* sizes) {
 inline unsigned char* at(u32 address) {
   return shared + (int)(address - 1024);  // shared addresses are offsets from `shared`, and never 0
 }
-inline void transfer(std::vector<Copy>& copies) {
-  for (const Copy& c : copies) memcpy(c.target, c.source, c.bytes);
-  copies.clear();
+inline void carry_out(const Copy& copy) { memcpy(copy.target, copy.source, copy.bytes); }
+inline Barrier& barrier_at(u32 address) {
+  for (Barrier* barrier : barriers) if (barrier->address == address) return *barrier;
+  fail("a barrier that was not initialized");
 }
 
 }  // namespace emulator
@@ -255,7 +260,9 @@ inline void __syncwarp() {
   const char nothing = 0;
   emulator::exchange(&nothing, 1);
 }
-template <class T> T __shfl_sync(u32, T value, int lane) { return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), lane & 31); }
+template <class T> T __shfl_sync(u32, T value, int lane) {
+  return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), lane & 31);
+}
 template <class T> T __shfl_xor_sync(u32, T value, int offset) {
   return emulator::lane_value<T>(emulator::exchange(&value, sizeof value), (threadIdx.x ^ offset) & 31);
 }
@@ -308,22 +315,26 @@ inline void async_copy_16(u32 target, const void* source) {
   unsigned char* const t = emulator::at(target);
   if ((uintptr_t)t % 16 || (uintptr_t)source % 16) emulator::fail("misaligned async copy");
   memset(t, 0xff, 16);
-  emulator::fibers[emulator::current].groups.back().push_back({t, source, 16});
+  auto& fiber = emulator::fibers[emulator::current];
+  fiber.copies.push_back({fiber.group, {t, source, 16}});
 }
-inline void async_copy_commit() { emulator::fibers[emulator::current].groups.emplace_back(); }
+inline void async_copy_commit() { ++emulator::fibers[emulator::current].group; }
 template <int LEFT> void async_copy_wait() {
-  auto& groups = emulator::fibers[emulator::current].groups;
-  while ((int)groups.size() - 1 > LEFT) {
-    emulator::transfer(groups.front());
-    groups.pop_front();
-  }
+  auto& fiber = emulator::fibers[emulator::current];
+  size_t done = 0;
+  for (; done < fiber.copies.size() && fiber.copies[done].number < fiber.group - LEFT; ++done)
+    emulator::carry_out(fiber.copies[done].copy);
+  fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + done);
 }
 
 inline void load_matrices(u32 (&r)[4], u32 address) {
   if (address % 16) emulator::fail("misaligned ldmatrix");
   auto* lanes = emulator::exchange(&address, 4);
   const int lane = threadIdx.x & 31;
-  for (int i = 0; i < 4; ++i) memcpy(&r[i], emulator::at(emulator::lane_value<u32>(lanes, 8 * i + lane / 4)) + lane % 4 * 4, 4);
+  for (int i = 0; i < 4; ++i) {
+    const u32 row = emulator::lane_value<u32>(lanes, 8 * i + lane / 4);
+    memcpy(&r[i], emulator::at(row) + lane % 4 * 4, 4);
+  }
 }
 inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
   if (address % 16) emulator::fail("misaligned ldmatrix");
@@ -331,14 +342,20 @@ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 4; ++i) {
     u16 pair[2];
-    for (int h = 0; h < 2; ++h) memcpy(&pair[h], emulator::at(emulator::lane_value<u32>(lanes, 8 * i + lane % 4 * 2 + h)) + lane / 4 * 2, 2);
+    for (int h = 0; h < 2; ++h) {
+      const u32 row = emulator::lane_value<u32>(lanes, 8 * i + lane % 4 * 2 + h);
+      memcpy(&pair[h], emulator::at(row) + lane / 4 * 2, 2);
+    }
     r[i] = pair[0] | (u32)pair[1] << 16;
   }
 }
 template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
   float numbers[12];  // a0 low, a0 high, a1 low, ...
-  for (int i = 0; i < 6; ++i) numbers[2 * i] = number<E>((u16)mine[i]), numbers[2 * i + 1] = number<E>((u16)(mine[i] >> 16));
+  for (int i = 0; i < 6; ++i) {
+    numbers[2 * i] = number<E>((u16)mine[i]);
+    numbers[2 * i + 1] = number<E>((u16)(mine[i] >> 16));
+  }
   auto* lanes = emulator::exchange(numbers, sizeof numbers);
   const int lane = threadIdx.x & 31;
   float a[2][16], b[2][16];  // this lane's two rows and two columns
@@ -359,7 +376,9 @@ template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
 #ifdef HOPPER
-inline void barrier_init(u32 barrier, u32 arrivals) { emulator::barriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0, {}}; }
+inline void barrier_init(u32 barrier, u32 arrivals) {
+  emulator::barriers.push_back(new emulator::Barrier{barrier, (int)arrivals, (int)arrivals, 0, 0, {}});
+}
 inline void barrier_init_fence() {}
 inline void barrier_settle(emulator::Barrier& b) {
   if (b.pending || b.bytes) return;
@@ -367,7 +386,7 @@ inline void barrier_settle(emulator::Barrier& b) {
   ++b.phase;
 }
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
-  auto& b = emulator::barriers.at(barrier);
+  auto& b = emulator::barrier_at(barrier);
   if (--b.pending < 0) emulator::fail("too many arrivals at a barrier");
   b.bytes += bytes;
 }
@@ -375,13 +394,16 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
   unsigned char* const t = emulator::at(target);
   if ((uintptr_t)t % 16 || (uintptr_t)source % 16 || bytes % 16) emulator::fail("misaligned bulk copy");
   memset(t, 0xff, bytes);
-  emulator::barriers.at(barrier).copies.push_back({t, source, bytes});
+  emulator::barrier_at(barrier).copies.push_back({t, source, bytes});
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  auto& b = emulator::barriers.at(barrier);
+  auto& b = emulator::barrier_at(barrier);
   if ((b.phase & 1) != parity) return;
-  for (auto& c : b.copies) b.bytes -= c.bytes;
-  emulator::transfer(b.copies);
+  for (auto& c : b.copies) {
+    b.bytes -= c.bytes;
+    emulator::carry_out(c);
+  }
+  b.copies.clear();
   if (b.pending != b.arrivals) barrier_settle(b);
   while ((b.phase & 1) == parity) emulator::yield_until_changed(&b.phase, b.phase);
 }

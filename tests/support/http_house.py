@@ -166,7 +166,7 @@ async def running_server(
         ports.append(runner.addresses[0][1])
     steps = asyncio.create_task(scripted.run())
     try:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
             yield Server(front_end, scripted, metrics, ports[0], ports[1], session, log)
     finally:
         for runner in runners:
