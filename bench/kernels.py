@@ -15,9 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from cuda.frames import FrameLayout, FramePool
+from cuda.kv_append import KvAppend
 from cuda.launch import DeviceLoader
 from cuda.paged_decode import FEW, MANY, SOME, DecodeShape, PagedDecode
 from cuda.paged_prefill import PagedPrefill
+from cuda.rms_norm import RmsNorm
+from cuda.sample import Sample, StepResults
+from cuda.scatter import DeviceState
+from cuda.silu_mul import SiluMul
 
 STREAM_BYTES_PER_S = 4.53e12  # read-only, measured on an H200
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -200,6 +205,57 @@ def measure_prefill(name: str, case: tuple[int, int, int], pool: FramePool, load
     return Measurement(name, us, flops / us / 1e6, flops / 780e12 * 1e6, error)
 
 
+def measure_small(loader: DeviceLoader) -> dict[str, tuple[float, float]]:
+    """(microseconds, bytes) of a launch of what stands between the matrices, at 256 rows of the 8B shape."""
+    T, hidden, intermediate, heads = 256, 4096, 12288, HEADS + 2 * KV_HEADS
+    found: dict[str, tuple[float, float]] = {}
+
+    def tensors(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+        return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(count)]
+
+    norm, weight = RmsNorm(loader, torch.bfloat16, hidden, 1e-5), torch.ones(hidden, device="cuda").bfloat16()
+    xs, residuals, outs = (tensors(64, T, hidden) for _ in range(3))
+    us = graph_us(lambda stream, i: norm(stream, xs[i], residuals[i], weight, outs[i]), 64)
+    found["rms_norm 256 x 4,096"] = us, 4 * T * hidden * 2
+
+    silu = SiluMul(loader, torch.bfloat16, intermediate)
+    gates, products = tensors(24, T, 2 * intermediate), tensors(24, T, intermediate)
+    us = graph_us(lambda stream, i: silu(stream, gates[i], products[i]), 24)
+    found["silu_mul 256 x 12,288"] = us, 3 * T * intermediate * 2
+
+    pool = random_pool(4096)
+    angles = torch.ones(1024, HEAD_DIM // 2, device="cuda")
+    append = KvAppend(loader, pool, HEADS, angles, angles, 1e-5)
+    batches = [batch_of([1024] * T, torch.arange(T * 64) % 4096)]
+    qkvs, failed = tensors(32, T, heads * HEAD_DIM), torch.zeros(T, dtype=torch.int32, device="cuda")
+    positions, width, rows, tables = batches[0].lengths - 1, HEADS * HEAD_DIM, batches[0].rows, batches[0].tables
+
+    def launch_append(stream: int, i: int) -> None:
+        append(stream, 0, qkvs[i], qkvs[i][:, :width], None, rows, positions, tables, failed)
+
+    found["kv_append 256 rows"] = graph_us(launch_append, 32), T * heads * HEAD_DIM * 2 * 2
+    for label, settings in (("greedy", (0.0, 0, 1.0)), ("T", (0.8, 0, 1.0)), ("T, k 50, p 0.95", (0.8, 50, 0.95))):
+        for vocabulary in (49152, 151936):
+            us = graph_us(_sampling(loader, vocabulary, T, settings), 8)
+            found[f"sample {label}, 256 x {vocabulary:,}"] = us, T * vocabulary * 4
+    return found
+
+
+def _sampling(
+    loader: DeviceLoader, vocabulary: int, T: int, settings: tuple[float, int, float]
+) -> Callable[[int, int], None]:
+    """A launch of the sampling of T rows with (temperature, top_k, top_p)."""
+    state = DeviceState("cuda", max_rows=T, max_pages=1, max_sequences=T, max_tokens=T, upload_words=1024)
+    state.temperatures.fill_(settings[0])
+    state.top_ks.fill_(settings[1])
+    state.top_ps.fill_(settings[2])
+    state.rows.copy_(torch.arange(T))
+    state.samples.fill_(1)
+    sample = Sample(loader, state, StepResults(1, T, page_locked=True), vocabulary)
+    logits = torch.randn(T, vocabulary, device="cuda") * 3
+    return lambda stream, i: sample(stream, logits, T)
+
+
 def main() -> None:
     """Print the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,6 +278,10 @@ def main() -> None:
         row = measure_prefill(name, case, pool, loader)
         print(f"{name:24} {row.microseconds:8.1f} {row.rate:6.0f} {row.floor_us:8.1f} {row.error:8.1e}", flush=True)
         results[f"prefill {name}"] = {"us": round(row.microseconds, 1), "TFLOP/s": round(row.rate), "error": row.error}
+    print(f"{'small':40} {'us':>8} {'TB/s':>6}")
+    for name, (us, size) in measure_small(loader).items():
+        print(f"{name:40} {us:8.1f} {size / us / 1e6:6.2f}", flush=True)
+        results[name] = {"us": round(us, 1), "TB/s": round(size / us / 1e6, 2)}
     print(json.dumps(results))
 
 

@@ -48,7 +48,8 @@ class PagedDecode:
         self.group = query_heads // layout.kv_heads
         self.splits = -(-self.group // 8)  # the tensor cores' rows that one item uses hold 8 query heads
         self.items = layout.kv_heads * self.splits
-        self._part_rows = 4 if -(-self.group // self.splits) <= 4 else 8
+        self.per_item = -(-self.group // self.splits)
+        self._part_rows = 4 if self.per_item <= 4 else 8
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
         self._multiprocessors = loader.multiprocessors
         if shape is not None:
@@ -109,8 +110,8 @@ class PagedDecode:
         self._kernels[shape].launch(
             stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables, rows,
             lengths, self._plan, self._starts, self._parts, self._tickets,
-            self._scale, self.items, self.splits, self.group, page_tables.shape[1], q_stride, out_stride,
-            layout.frame_bytes,
+            self._scale, layout.kv_heads, self.splits, self.group, self.per_item, page_tables.shape[1],
+            q_stride, out_stride, layout.frame_bytes,
         )  # fmt: skip
 
     def tickets(self) -> Tensor:
@@ -131,4 +132,4 @@ class PagedDecode:
         instance = (
             f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}>"
         )
-        return KernelSpec(instance, "PPPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)
+        return KernelSpec(instance, "PPPPPPPPPPfiiiiiqqq", shape.warps * 32, rings + parts, overlap=True)

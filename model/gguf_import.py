@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from model.config import RopeSettings
-from model.errors import BadCheckpoint, UnsupportedFeature
+from model.errors import BadCheckpoint, ModelError, UnsupportedFeature
 from model.loader import INDEX
 from model.rope import inverse_frequencies
 from model.source import Report
@@ -55,7 +55,12 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(metadata))
     _write_weights(folder, metadata, architecture, config, tensors, report)
-    tokenizer = _tokenizer(metadata)
+    try:
+        tokenizer = _tokenizer(metadata)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises nothing narrower)
+        raise BadCheckpoint(f"{path}: its tokenizer cannot be built: {error}") from error
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(metadata))
 

@@ -6,10 +6,11 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
+from service.decoding import decode
 from service.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType, quoted
 from service.front_end import FRONT_END
 from service.middleware import ID, IGNORED, check_length
-from service.schema import Body, decode
+from service.schema import Body
 
 log = structlog.get_logger("pagewalk.http")
 
@@ -49,4 +50,4 @@ def _check_content_type(request: web.Request) -> None:
     header["Content-Type"] = given
     charset = header.get_content_charset("utf-8")
     if header.get_content_type() != "application/json" or charset not in ("utf-8", "utf8"):
-        raise UnsupportedMediaType(f"The body must be application/json in UTF-8, not {quoted(given)}.")
+        raise UnsupportedMediaType(f"The body must be sent with Content-Type: application/json, not {quoted(given)}.")

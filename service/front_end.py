@@ -13,9 +13,9 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
+from service.decoding import UnknownFields
 from service.engine_client import EngineState
 from service.errors import Draining, EngineDead, Loading
-from service.schema import UnknownFields
 from service.served_model import ServedModel
 
 

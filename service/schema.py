@@ -1,7 +1,6 @@
 """HTTP bodies as msgspec Structs, and every check of a body that needs no tokenizer and no engine.
 
-Decoding is validation: msgspec refuses wrong types ("16" and 16.5 for an integer), NaN, invalid UTF-8 and lone
-surrogates, and names the path. The Structs declare every field that the API names, so a field is in one of four groups:
+The Structs declare every field that the API names, so a field is in one of four groups:
 
     in use          does what the API says
     unused          clients send it and it cannot change an answer: accepted
@@ -11,12 +10,9 @@ surrogates, and names the path. The Structs declare every field that the API nam
 `null` always means the default. Ranges are checked here, by hand, because a message should say what was sent.
 """
 
-import difflib
-import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -29,8 +25,6 @@ MAX_STOP_CHARACTERS = 1024  # held back text is bounded by the longest stop
 MAX_STOP_TOKEN_IDS = 128  # the engine compares every sampled token with them, each step
 MAX_ID_CHARACTERS = 128
 SEEDS = range(-(2**63), 2**63)
-
-_LONE_SURROGATE_SEARCH_BYTES = 1 << 20  # a larger body is refused without naming the field
 
 
 # ---------------------------------------------------------------- messages of a chat
@@ -440,119 +434,3 @@ def check_request_id(request_id: str) -> None:
 def _check_range(name: str, value: float | None, low: float, high: float | None, words: str) -> None:
     if value is not None and (value < low or (high is not None and value > high)):
         raise BadRequest(f"{name} must be {words}, got {quoted(value)}.", param=name)
-
-
-# ---------------------------------------------------------------- decoding
-
-B = TypeVar("B", bound=Body)
-UnknownFields = Literal["refuse", "ignore"]
-
-
-def decode(raw: bytes, kind: type[B], unknown_fields: UnknownFields = "refuse") -> tuple[B, list[str]]:
-    """A checked body, and the names of unknown fields that were ignored (never any with "refuse").
-
-    Raises BadRequest (malformed, wrong type, out of range, unknown field) or NotImplementedYet.
-    """
-    ignored: list[str] = []
-    try:
-        if unknown_fields == "ignore":
-            names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            ignored = [name for name in names if name not in fields(kind)]
-            for name in ignored:
-                if name.startswith(_REMOVED):  # without its constraint an answer would be wrong in silence
-                    raise _unknown_field(name, "", None, kind)
-            body = msgspec.json.decode(raw, type=_lenient(kind))
-        else:
-            body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), kind) from None
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply.") from None
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise _malformed(raw, str(error)) from None
-    body.check()
-    return body, ignored
-
-
-@functools.cache
-def fields(kind: type[Body]) -> frozenset[str]:
-    """Names of all fields that `kind` declares."""
-    return frozenset(kind.__struct_fields__)
-
-
-@functools.cache
-def _lenient(kind: type[B]) -> type[B]:
-    """The same body, with unknown fields left out at the top level."""
-    return msgspec.defstruct(  # type: ignore[return-value]
-        kind.__name__, [], bases=(kind,), frozen=True, kw_only=True, forbid_unknown_fields=False
-    )
-
-
-_REMOVED = "guided_"  # how constrained output was once asked for elsewhere
-_PATH = re.compile(r" - at `(\$[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_PART_KIND = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
-
-
-def _refusal(message: str, kind: type[Body]) -> BadRequest:
-    """msgspec's words as an error of ours: param is the top-level field, the message names the path."""
-    found = _PATH.search(message)
-    path = found[1] if found else ""
-    words = message[: found.start()] if found else message
-    top = re.match(r"\$\.([A-Za-z0-9_]+)", path)
-    param = top[1] if top else None
-    where = f" - at `{quoted(path)}`" if path else ""
-    if unknown := _UNKNOWN.fullmatch(words):
-        return _unknown_field(unknown[1], where, param, kind)
-    if ".content[" in path and (part := _PART_KIND.fullmatch(words)):
-        words = f"content parts of type {quoted(part[1])} are not served, only text"
-    return BadRequest(f"{quoted(words)}{where}", param=param)
-
-
-def _unknown_field(name: str, where: str, param: str | None, kind: type[Body]) -> BadRequest:
-    if param is not None:  # inside of a field
-        return BadRequest(f"unknown field `{quoted(name)}`{where}", param=param)
-    shown = quoted(name)
-    if name.startswith(_REMOVED):
-        hint = " It was replaced by structured_outputs."
-    else:
-        # the comparison is quadratic in the length of the name, which the client chooses
-        nearest = difflib.get_close_matches(name[:64], fields(kind), n=1, cutoff=0.5)
-        hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
-    return BadRequest(f"unknown field `{shown}`.{hint}", param=shown)
-
-
-def _malformed(raw: bytes, reason: str) -> BadRequest:
-    if re.search(rb"\\u[dD][89a-fA-F]", raw) and (path := _lone_surrogate(raw)):
-        top = re.match(r"\$\.([A-Za-z0-9_]+)", path)
-        message = f"text must not contain a lone surrogate - at `{quoted(path)}`"
-        return BadRequest(message, param=top[1] if top else None)
-    if raw.startswith(b"\xef\xbb\xbf"):
-        reason = "it begins with a byte-order mark"
-    return BadRequest(f"the body is not valid JSON: {quoted(reason)}")
-
-
-def _lone_surrogate(raw: bytes) -> str | None:
-    """Where a body that msgspec refused has a lone surrogate. The standard library decodes them."""
-    if len(raw) > _LONE_SURROGATE_SEARCH_BYTES:
-        return None
-    try:
-        return _find_surrogate(json.loads(raw), "$")
-    except (ValueError, RecursionError):
-        return None
-
-
-def _find_surrogate(value: object, path: str) -> str | None:
-    if isinstance(value, str):
-        return path if any("\ud800" <= character <= "\udfff" for character in value) else None
-    if isinstance(value, dict):
-        children: list[tuple[object, str]] = []
-        for key, child in value.items():
-            if _find_surrogate(key, path):
-                return path
-            children.append((child, f"{path}.{key}"))
-    elif isinstance(value, list):
-        children = [(child, f"{path}[{i}]") for i, child in enumerate(value)]
-    else:
-        return None
-    return next((found for child, where in children if (found := _find_surrogate(child, where))), None)

@@ -134,11 +134,13 @@ class Server:
                 await self._unless_stopped(running)
             if not running.done():
                 await self._drain(loaded, running)
-            engine.stop()  # what still runs gets an error event
-            await running
+            if (broken := await end(loaded, running)) is not None:
+                raise broken
             return 0
-        except Exception as error:  # the engine has logged it; sequences were told
-            raise Failure(f"the engine has stopped: {error}", EXIT_FAULT) from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process ends with a message
+            # The engine has logged what broke it, and told every Sequence; a warm-up knows no more than that it broke.
+            cause = await end(loaded, running) or error
+            raise Failure(f"the engine has stopped: {cause}", EXIT_FAULT) from cause
         finally:
             await end(loaded, running)
 
@@ -267,17 +269,21 @@ async def check(settings: Settings) -> str:
         place = f"{loaded.assembly.dtype} on {loaded.assembly.device}, {loaded.assembly.executor.frames} frames"
         return f"{loaded.name} works ({place}): The capital of France is{text!r}"
     except RuntimeError as error:
-        raise Failure(f"the model does not run: {error}", EXIT_FAULT) from error
+        cause = await end(loaded, running) or error
+        raise Failure(f"the model does not run: {cause}", EXIT_FAULT) from cause
     finally:
         await end(loaded, running)
 
 
-async def end(loaded: Loaded, running: "asyncio.Task[None]") -> None:
-    """Stop the engine, however it stands, and let go of the model."""
+async def end(loaded: Loaded, running: "asyncio.Task[None]") -> BaseException | None:
+    """Stop the engine (what still runs gets an error) and let go of the model; returns what broke it. Idempotent."""
     loaded.assembly.engine.stop()
-    with suppress(Exception):  # what broke the engine has been told by then
-        await running
+    await asyncio.wait([running], timeout=FLUSH_S)
+    if not running.done():
+        log.error("a step does not end: it is left behind")
+        return None
     loaded.close()
+    return running.exception()
 
 
 async def warm_up(loaded: Loaded) -> None:
@@ -334,10 +340,10 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
     """
     began = time.monotonic()
     template = None if settings.chat_template is None else _read_template(Path(settings.chat_template))
-    files = await in_thread(lambda: _find(settings))
+    files, vocabulary = await in_thread(lambda: _find(settings))
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
     assembling = in_thread(lambda: _assemble(settings, files.folder, metrics))
-    tokenizing = in_thread(lambda: _load_tokenizer(folder, template))
+    tokenizing = in_thread(lambda: _load_tokenizer(folder, template, vocabulary))
     tokenizer, assembly = await asyncio.gather(tokenizing, assembling)
     log.info("loaded", model=files.name, seconds=round(time.monotonic() - began, 2))
     return Loaded(files.name, files.root, tokenizer, assembly)
@@ -357,7 +363,8 @@ def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
     return asyncio.wrap_future(result)
 
 
-def _find(settings: Settings) -> "ModelFiles":
+def _find(settings: Settings) -> "tuple[ModelFiles, int]":
+    """Where the model is, and the size of its vocabulary. A folder that is no model of ours is refused here already."""
     from model.config import read_config
     from model.source import resolve
 
@@ -369,13 +376,12 @@ def _find(settings: Settings) -> "ModelFiles":
             demo_wheel=None if settings.demo_wheel is None else Path(settings.demo_wheel),
             report=log.info,
         )
-        read_config(files.folder)  # a folder that is no model of ours is refused before anything is loaded
-        return files
+        return files, read_config(files.folder).vocabulary
 
 
-def _load_tokenizer(folder: Path, template: str | None) -> Tokenizer:
+def _load_tokenizer(folder: Path, template: str | None, vocabulary: int) -> Tokenizer:
     with _failures("load the tokenizer"):
-        return Tokenizer.load(folder, template)
+        return Tokenizer.load(folder, template, vocabulary)
 
 
 def _assemble(settings: Settings, folder: Path, metrics: Metrics) -> "Assembly":

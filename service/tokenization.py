@@ -38,10 +38,18 @@ class TokenizerNotUsable(Exception):
 class Tokenizer:
     """The tokenizer of one model. Immutable after `load`, and safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        template: ChatTemplate | None,
+        embedded: int | None = None,
+    ) -> None:
+        """embedded: ids that the model has an embedding for, 0 ... embedded - 1; None: all that the tokenizer has."""
         self.backend = backend
         self.template = template
         self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
+        self._embedded = self.vocabulary if embedded is None else embedded
         self._config = config
         self._named = {name: text for name in NAMED_TOKENS if (text := _content(config.get(name))) is not None}
         spec = msgspec.json.decode(backend.to_str())
@@ -51,13 +59,13 @@ class Tokenizer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, folder: Path, chat_template: str | None = None) -> Self:
+    def load(cls, folder: Path, chat_template: str | None = None, embedded: int | None = None) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
 
         What is added around a text (a start token) is what tokenizer.json says, as in transformers: `add_bos_token` in
         tokenizer_config.json speaks to those who build a tokenizer without it.
 
-        chat_template: the text of a template to use in place of the model's own.
+        chat_template: the text of a template to use in place of the model's own. embedded: as in the constructor.
         Raises TokenizerNotUsable.
         """
         path = folder / "tokenizer.json"
@@ -76,7 +84,7 @@ class Tokenizer:
             template = ChatTemplate.load(folder, config, chat_template)
         except TemplateNotUsable as error:
             raise TokenizerNotUsable(str(error)) from error
-        return cls(backend, config, template)
+        return cls(backend, config, template, embedded)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -87,7 +95,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a plain text; control tokens written in it are taken as such. Raises BadRequest."""
-        return _encode(self.backend, text, add_special_tokens=add_special_tokens)
+        return self._encode(self.backend, text, add_special_tokens=add_special_tokens)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens that costs nothing, so that hopeless prompts are refused untokenized."""
@@ -137,7 +145,7 @@ class Tokenizer:
         )
         if mark is None:
             return self.encode(text, add_special_tokens=False)
-        return _encode(self._control.private, mark.to_private_names(text), add_special_tokens=False)
+        return self._encode(self._control.private, mark.to_private_names(text), add_special_tokens=False)
 
     async def render_chat_async(
         self,
@@ -186,6 +194,23 @@ class Tokenizer:
             **{name: self._config[name] for name in fields if name in self._config},
             "chat_template": None if self.template is None else self.template.source,
         }
+
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # A batch of one: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
+            encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError:
+            surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+            if surrogate is None:
+                raise
+            message = f"The text holds a lone surrogate (U+{ord(surrogate):04X}), which is no character."
+            raise BadRequest(message) from None
+        ids: list[int] = encoding.ids
+        if self._embedded < self.vocabulary and max(ids, default=0) >= self._embedded:
+            # Tokens that somebody added to a tokenizer and not to the model (a padding token, often).
+            unknown = next(token_id for token_id in ids if token_id >= self._embedded)
+            raise BadRequest(f"The text holds {self.backend.id_to_token(unknown)!r}, which the model does not know.")
+        return ids
 
     def close(self) -> None:
         """Let the worker thread end. Idempotent."""
@@ -343,20 +368,6 @@ class StopMatcher:
                 self._shorter[child] = self._next[suffix].get(character, 0)
                 self._stop[child] = self._stop[child] or self._stop[self._shorter[child]]
                 queue.append(child)
-
-
-def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    try:
-        # A batch of one: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
-        encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-    except TypeError:
-        surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-        if surrogate is None:
-            raise
-        message = f"The text holds a lone surrogate (U+{ord(surrogate):04X}), which is no character."
-        raise BadRequest(message) from None
-    ids: list[int] = encoding.ids
-    return ids
 
 
 def _content(token: Any) -> str | None:

@@ -81,14 +81,14 @@ decode_plan(const int* lengths, const int* rows, int B, int items, int blocks, i
   }
 }
 
-struct Cursor {  // a place on the work line
-  int line, sequence, item, page, pages, row;  // pages: of the sequence; row: of the page tables
+struct Cursor {  // a place on the work line; item = head * splits + split
+  int line, sequence, head, split, page, pages, row;  // head: of keys and values; pages: of the sequence
 };
 
 struct Line {  // what moving a cursor needs
   const int* lengths;
   const int* rows;
-  int items, end;
+  int kv_heads, splits, end;
 
   __device__ __forceinline__ void advance(Cursor& c, int n) const {
     c.line += n;
@@ -96,8 +96,10 @@ struct Line {  // what moving a cursor needs
     c.page += n;
     while (c.page >= c.pages) {
       c.page -= c.pages;
-      if (++c.item < items) continue;
-      c.item = 0;
+      if (++c.split < splits) continue;
+      c.split = 0;
+      if (++c.head < kv_heads) continue;
+      c.head = 0;
       do {
         c.pages = pages_of(lengths[++c.sequence]);
       } while (c.pages == 0);
@@ -213,9 +215,9 @@ template <class E, int D, int GP, int WARPS, int STAGES>
 __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ rows,
     const int* __restrict__ lengths, const int* __restrict__ plan, const int4* __restrict__ starts, float* parts,
-    u32* tickets, float scale, int items, int splits, int group, int max_pages, i64 q_stride, i64 out_stride,
-    i64 frame_stride) {
-  // group = H / KH query heads share a kv head; an item takes ceil(group / splits) <= GP of them
+    u32* tickets, float scale, int kv_heads, int splits, int group, int per_item, int max_pages, i64 q_stride,
+    i64 out_stride, i64 frame_stride) {
+  // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
   __shared__ float tops[WARPS][8], sums[WARPS][8];
@@ -241,11 +243,11 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     return;
   }
   const int first_line = blockIdx.x * quota;
-  const Line line = {lengths, rows, items, min(first_line + quota, total)};
+  const Line line = {lengths, rows, kv_heads, splits, min(first_line + quota, total)};
 
   // ---- the ring: `next` runs STAGES pages of this warp ahead; its frame is looked up one page before it is fetched
   auto fetch = [&](const Cursor& c, int frame, int stage) {
-    const char* source = layer_pool + frame * frame_stride + (i64)(c.item / splits) * STAGE;
+    const char* source = layer_pool + frame * frame_stride + (i64)c.head * STAGE;
     const u32 target = ring + stage * STAGE;
 #ifdef HOPPER
     if (lane == 0) {
@@ -258,9 +260,15 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     for (int i = lane * 16; i < STAGE; i += 512) async_copy_16(target + i, source + i);
 #endif
   };
+  auto commit = [] {  // every stage is one group, also an empty one
+#ifndef HOPPER
+    async_copy_commit();
+#endif
+  };
   auto frame_of = [&](const Cursor& c) { return c.line < line.end ? page_tables[(i64)c.row * max_pages + c.page] : 0; };
 
-  Cursor current = {first_line, start.x, start.y, start.z, start.w, start_row};  // of the block: where its item begins
+  const int start_head = start.y / splits;
+  Cursor current = {first_line, start.x, start_head, start.y - start_head * splits, start.z, start.w, start_row};
   Cursor next = current;
   line.advance(next, warp);
   Cursor ahead[STAGES];
@@ -278,17 +286,16 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
       if (ahead[s].page + 1 == ahead[s].pages) wait_for_previous_kernel();  // it may be writing this page
       fetch(ahead[s], frames[s], s);
     }
-    async_copy_commit();
+    commit();
   }
   wait_for_previous_kernel();
 
   const int row = lane >> 2, pair = lane & 3;
   u32 query[D / 16][2];  // of the next item: loaded before the merge of this one
   auto load_query = [&](const Cursor& c) {
-    const int per_item = (group + splits - 1) / splits, split = c.item % splits;
-    const bool used = row < per_item && split * per_item + row < group;
-    const int head = (c.item / splits) * group + split * per_item + row;
-    const u32* source = (const u32*)(q + c.sequence * q_stride + head * D);
+    const int member = c.split * per_item + row;  // of the group
+    const bool used = row < per_item && member < group;
+    const u32* source = (const u32*)(q + c.sequence * q_stride + (c.head * group + member) * D);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       query[k][0] = used ? load_ordered(source + k * 8 + pair) : 0u;
@@ -318,7 +325,7 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
         line.advance(next, WARPS);
         next_frame = frame_of(next);
       }
-      async_copy_commit();
+      commit();
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     Cursor following = current;
@@ -338,9 +345,8 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     __syncthreads();
     const bool whole = current.page == 0 && segment + current.pages == segment_end;
     const int part = 2 * blockIdx.x + (segment == first_line ? 0 : 1);  // a block holds at most two cut items: its ends
-    const int per_item = (group + splits - 1) / splits, split = current.item % splits;
-    const int heads = min(per_item, group - split * per_item);
-    E* const item_out = out + current.sequence * out_stride + ((current.item / splits) * group + split * per_item) * D;
+    const int member = current.split * per_item, heads = min(per_item, group - member);
+    E* const item_out = out + current.sequence * out_stride + (current.head * group + member) * D;
     for (int i = tid; i < heads * 32; i += WARPS * 32) {
       const int r = i >> 5, d = (i & 31) * V;
       float top = tops[0][r], sum = 0.f, x[V] = {};
@@ -364,9 +370,10 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
       }
     }
     if (!whole) {  // ---- the last block that holds a part of this item joins the blocks' parts
-      const int item_line = plan[2 + current.sequence] + current.item * current.pages;
+      const int item = current.head * splits + current.split;
+      const int item_line = plan[2 + current.sequence] + item * current.pages;
       const int first_block = item_line / quota, last_block = (item_line + current.pages - 1) / quota;
-      u32* const counter = tickets + current.sequence * items + current.item;
+      u32* const counter = tickets + current.sequence * kv_heads * splits + item;
       __threadfence();
       __syncthreads();
       if (tid == 0) ticket = atomicAdd(counter, 1u);

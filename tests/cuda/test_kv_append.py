@@ -144,6 +144,11 @@ def test_what_is_not_finite_is_flagged_and_never_stored(device, generator, dtype
     _, failed = setup.run()
     assert failed.tolist() == [0, 0, 0, 1, 0]
     assert setup.pool.data.isfinite().all()
+    keys, values = setup.stored(3)
+    if where == "key":
+        assert keys[0, [40, 8]].tolist() == [0, 0]  # NaN, and what it was rotated with
+    if where == "value":
+        assert values[0, 1] == torch.finfo(dtype).min
 
 
 def test_large_numbers_are_clamped_to_the_dtype(device, generator) -> None:

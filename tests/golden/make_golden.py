@@ -1,9 +1,9 @@
-"""Makes golden.json: 24 prompts of 1 to 1,500 tokens and what transformers' `generate` says to them, greedy, in float32.
+"""Makes golden.json: 24 prompts of 1 to 1,500 tokens and what transformers' `generate` answers, greedy, in float32.
 
     python tests/golden/make_golden.py            (takes about three minutes on two cores)
 
-The model is SmolLM2-135M-Instruct as `model.source` converts it, so both sides compute with the same weights. Stored per
-output position: the token and the gap between the two largest logits. Where the gap is under 1e-3 another order of
+The model is SmolLM2-135M-Instruct as `model.source` converts it, so both sides compute with the same weights. Stored
+per output position: the token and the gap between the two largest logits. Where the gap is under 1e-3 another order of
 additions may rightly choose otherwise (near ties, DESIGN): `conftest.Golden.check` knows that.
 """
 
@@ -53,7 +53,9 @@ def story(seed: int, tokens: int, tokenizer: Tokenizer) -> list[int]:
         if len(ids) >= tokens:
             return ids[:tokens]
         for _ in range(1 + tokens // 16):
-            words += f"{draw.choice(SUBJECTS)} {draw.choice(VERBS)} {draw.choice(OBJECTS)} on day {draw.randrange(99)}. "
+            words += (
+                f"{draw.choice(SUBJECTS)} {draw.choice(VERBS)} {draw.choice(OBJECTS)} on day {draw.randrange(99)}. "
+            )
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
@@ -82,11 +84,12 @@ def main() -> None:
         best = torch.stack([step[0].topk(2).values for step in made.logits])
         gaps = [round(gap, 6) for gap in (best[:, 0] - best[:, 1]).tolist()]
         tokens = made.sequences[0, len(ids) :].tolist()
-        print(len(ids), min(gaps), repr(tokenizer.decode(tokens, skip_special_tokens=False)))
         entries.append({"prompt": ids, "tokens": tokens, "gaps": gaps})
     versions = {name: version(name) for name in ("torch", "transformers")}
     content = {"model": folder.name, "dtype": "float32", "versions": versions, "entries": entries}
-    TARGET.write_text(json.dumps(content, separators=(",", ":")).replace('{"prompt"', '\n{"prompt"') + "\n", encoding="utf-8")
+    TARGET.write_text(
+        json.dumps(content, separators=(",", ":")).replace('{"prompt"', '\n{"prompt"') + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

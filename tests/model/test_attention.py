@@ -26,7 +26,12 @@ class Case:
     """A pool with random contents in the frames of some rows, and large junk in all others."""
 
     def __init__(
-        self, lengths: list[int], queries: list[int], page_size: int = 16, dtype: torch.dtype = torch.float32, **shape: int
+        self,
+        lengths: list[int],
+        queries: list[int],
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        **shape: int,
     ) -> None:
         self.config = config(**shape)
         draw = np.random.default_rng(1)
@@ -83,7 +88,11 @@ def test_attention_equals_the_reference(
     q = case.queries()
     ours = case.kernels.attention(q, 1, case.kernels.step(case.batch()))
     theirs = reference.paged_attention(
-        q.double().numpy(), case.pool.data[:, 1].double().numpy(), case.tables, case.plan.query_starts, case.plan.lengths
+        q.double().numpy(),
+        case.pool.data[:, 1].double().numpy(),
+        case.tables,
+        case.plan.query_starts,
+        case.plan.lengths,
     )
     exact = dtype == torch.float32
     close = {"rtol": 1e-5, "atol": 1e-5} if exact else {"rtol": 2e-2, "atol": 2e-2}
@@ -92,7 +101,7 @@ def test_attention_equals_the_reference(
 
 @pytest.mark.parametrize("page_size", [4, 16, 32])
 def test_append_writes_its_places_and_no_others(page_size: int) -> None:
-    """Keys (rotated) and values of one layer land where the page tables say; every other byte of the pool is as before."""
+    """Keys (rotated) and values of one layer land where the page tables say; all else is as before."""
     case = Case([40, 7, 33], [1, 1, 20], page_size=page_size)
     c, before = case.config, case.pool.data.clone()
     qkv = torch.randn(22, (c.heads + 2 * c.kv_heads) * c.head_dim)

@@ -99,8 +99,9 @@ def test_rows_that_do_not_sample_answer_minus_one(executor: CpuExecutor) -> None
 
 
 def test_a_fork_writes_into_its_copy_only(model, executor: CpuExecutor) -> None:
-    """Two rows share the frames of one prompt; one gets a copy of the last page before it writes: both answer alike, then
-    go their own ways, and the original's frame is as it was."""
+    """Two rows share the frames of one prompt; one gets a copy of the last page before it writes: both answer
+    alike, then go their own ways, and the original's frame is as it was.
+    """
     (first,) = run(executor, plan([0], [0], [PROMPT], orders=mapped(0, [10, 11, 12])))
     original = executor.pool.data[12].clone()
     fork = mapped(1, [10, 11, 20], copies=PageCopies(int32(12), int32(20)))
@@ -131,7 +132,9 @@ def test_settings_stay_with_their_row(executor: CpuExecutor) -> None:
     tokens = [int(result.tokens[0]) for result in run(executor, first, *later)]
     (again,) = PlanDriver(executor, seed=1).generate([PROMPT], 6, sampling=[hot])
     assert again.output == tokens
-    (other,) = PlanDriver(executor, seed=1).generate([PROMPT], 6, sampling=[SamplingParameters(temperature=5.0, seed=12)])
+    (other,) = PlanDriver(executor, seed=1).generate(
+        [PROMPT], 6, sampling=[SamplingParameters(temperature=5.0, seed=12)]
+    )
     assert other.output != tokens
 
 
@@ -146,7 +149,7 @@ def test_an_error_reaches_the_ticket_and_the_next_step_runs(model, executor: Cpu
 
 
 def test_a_nan_marks_its_row_only(model, executor: CpuExecutor) -> None:
-    """C38: the embedding of one token is broken: its Sequence fails, in whichever step meets it, its neighbour does not."""
+    """C38: the embedding of one token is broken: its Sequence fails, its neighbour does not."""
     executor._parameters.embedding[PROMPT[3]] = float("nan")
     clean = [token for token in PROMPT if token != PROMPT[3]]
     broken = plan([0, 1], [0, 0], [PROMPT[:20], clean[:5]], samples=[False, True], orders=mapped(0, [1, 2]))
@@ -203,8 +206,8 @@ def test_usable_cores_are_at_least_one_and_no_more_than_there_are() -> None:
 
 @pytest.mark.slow
 def test_golden_prompts(smollm2_folder: Path, golden) -> None:
-    """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes: the
-    greedy tokens of transformers' `generate`.
+    """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
+    the greedy tokens of transformers' `generate`.
     """
     executor = executor_of(smollm2_folder, frames=700, max_rows=24, max_pages=100, threads=usable_cores())
     made = PlanDriver(executor).generate(

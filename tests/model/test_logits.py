@@ -1,4 +1,4 @@
-"""The network agrees with transformers, in float32, for every family, rope kind and head shape, however it is chunked."""
+"""The network agrees with transformers, in float32, for every family, rope kind and head shape, in any chunks."""
 
 import random
 
@@ -61,7 +61,11 @@ def test_logits_of_variants(tiny, family: str, fields: dict) -> None:
 def test_logits_of_head_shapes(tiny, heads: int, kv_heads: int, hidden: int, head_dim: int | None) -> None:
     """C36: any ratio of heads, any head size, explicit or from the hidden size (a null in the file)."""
     model = tiny(
-        num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, head_dim=head_dim, initializer_range=0.05
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=hidden,
+        head_dim=head_dim,
+        initializer_range=0.05,
     )
     ours = Network.load(model.folder).logits(IDS, [40, 1, 1, 33])
     torch.testing.assert_close(ours, model.logits(IDS), **CLOSE)
@@ -115,7 +119,9 @@ def test_a_batch_is_computed_as_if_alone(tiny) -> None:
     together = network.step([ids[-1:] for ids in prompts], [len(ids) - 1 for ids in prompts], decodes=4)
     torch.testing.assert_close(together, torch.stack(alone), **CLOSE)
     mixed = network.step(
-        [prompts[0][-1:], prompts[1][-1:], prompts[2], prompts[3]], [len(prompts[0]) - 1, len(prompts[1]) - 1, 0, 0], decodes=2
+        [prompts[0][-1:], prompts[1][-1:], prompts[2], prompts[3]],
+        [len(prompts[0]) - 1, len(prompts[1]) - 1, 0, 0],
+        decodes=2,
     )
     torch.testing.assert_close(mixed[[0, 1, -2, -1]], torch.stack(alone), **CLOSE)
 

@@ -191,4 +191,6 @@ def test_sampling_equals_the_slow_rules(
     """Many ties on purpose: the vectorised path and the written-out rules choose the same token."""
     parameters = SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     array = np.array(logits, np.float32)
-    assert draw(torch.from_numpy(array)[None], parameters, position=position) == [slow_sample(array, parameters, position)]
+    assert draw(torch.from_numpy(array)[None], parameters, position=position) == [
+        slow_sample(array, parameters, position)
+    ]

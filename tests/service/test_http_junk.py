@@ -8,7 +8,8 @@ from http_house import Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, fields
+from service.decoding import fields
+from service.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 VALUES = ["x", -1, 0, 1, 1.5, 2**31, 2**63, 10**12, "5", True, False, [], [1], ["x"], {}, {"a": {"b": []}}, [[]], ""]
 UNUSED = ["store", "metadata", "user", "prompt_cache_key", "service_tier", "safety_identifier", "verbosity"]

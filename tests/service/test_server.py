@@ -310,58 +310,93 @@ def simulated() -> Loaded:
     return Loaded("tiny", "/models/tiny", tiny_tokenizer(), assembly)
 
 
-async def test_a_dead_engine_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that raises: open streams get an error event, and the exit code makes an orchestrator restart it."""
+Simulated = tuple[Server, Loaded, SimulatedExecutor]
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    """A server in this process, with a simulated model."""
     loaded = simulated()
 
     async def load(settings: Settings, metrics: Metrics) -> Loaded:
         return loaded
 
     monkeypatch.setattr(server_module, "load", load)
-    server = Server(Settings(port=0, admin_port=0), "0")
+    executor = loaded.assembly.executor
+    assert isinstance(executor, SimulatedExecutor)
+    return Server(Settings(port=0, admin_port=0, shutdown_timeout_s=0.05), "0"), loaded, executor
+
+
+async def ready(server: Server) -> "asyncio.Task[int]":
     running = asyncio.create_task(server.run())
+    while server.front_end.state != "ready":  # noqa: ASYNC110 - nothing announces it
+        await asyncio.sleep(0.01)
+    return running
+
+
+async def post(server: Server, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    data = json.dumps(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    writer.write(f"{head}\r\n\r\n{data}".encode())
+    return reader, writer
+
+
+async def test_a_dead_engine_ends_the_process(house: Simulated) -> None:
+    """A step that raises: open streams get an error event, and the exit code makes an orchestrator restart it."""
+    server, _, executor = house
     with capture_logs() as log:
-        await _until_it_dies(server, running, loaded)
+        async with asyncio.timeout(PATIENCE_S):
+            running = await ready(server)
+            executor.error = RuntimeError("the device fell off")
+            reader, writer = await post(server, {"prompt": [1, 2], "stream": True, "max_tokens": 100})
+            answer = (await reader.read()).decode()
+            writer.close()
+            with pytest.raises(Failure, match="the device fell off") as caught:
+                await running
+    assert caught.value.code == 70
+    assert "503" in answer
     assert [line["event"] for line in log if line["log_level"] == "error"] == ["engine died"]
 
 
-async def _until_it_dies(server: Server, running: "asyncio.Task[int]", loaded: Loaded) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while server.front_end.state != "ready":  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
-        executor = loaded.assembly.executor
-        assert isinstance(executor, SimulatedExecutor)
-        executor.error = RuntimeError("the device fell off")
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        body = json.dumps({"prompt": [1, 2], "stream": True, "max_tokens": 100})
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        writer.write(f"{head}\r\n\r\n{body}".encode())
-        answer = (await reader.read()).decode()
-        writer.close()
-        with pytest.raises(Failure, match="the device fell off") as caught:
-            await running
-    assert caught.value.code == 70
-    assert "503" in answer
-
-
-async def test_a_model_that_cannot_run_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_cannot_run_never_opens(house: Simulated) -> None:
     """The generation before the doors open fails."""
-    loaded = simulated()
-    loaded.assembly.executor.error = RuntimeError("no such kernel")  # type: ignore[attr-defined]
-
-    async def load(settings: Settings, metrics: Metrics) -> Loaded:
-        return loaded
-
-    monkeypatch.setattr(server_module, "load", load)
-    server = Server(Settings(port=0, admin_port=0), "0")
+    server, _, executor = house
+    executor.error = RuntimeError("no such kernel")
     unheard: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
     with capture_logs():
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(Failure):
-                await server.run()
+        assert await failure_of(server) == "the engine has stopped: no such kernel"
     gc.collect()
     assert unheard == [], "an exception that nobody looked at is a traceback behind the one line"
     assert server.front_end.state == "dead"
+
+
+async def failure_of(server: Server) -> str:
+    """The message alone: an exception that is kept keeps the server's tasks."""
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            await server.run()
+        except Failure as failure:
+            return str(failure)
+    raise AssertionError("the server ended without a word")
+
+
+async def test_a_step_that_never_ends_does_not_keep_the_process(
+    house: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hangs: after the timeouts the process ends all the same."""
+    server, loaded, executor = house
+    monkeypatch.setattr(server_module, "FLUSH_S", 0.05)
+    with capture_logs() as log:
+        async with asyncio.timeout(PATIENCE_S):
+            running = await ready(server)
+            executor.gate.clear()
+            _, writer = await post(server, {"prompt": [1, 2], "max_tokens": 100})
+            while not loaded.assembly.engine.scheduler.running:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 0
+            writer.close()
+    executor.gate.set()
+    assert "a step does not end: it is left behind" in [line["event"] for line in log]

@@ -308,6 +308,19 @@ def test_tokens_that_only_the_configuration_knows(write: Write) -> None:
     assert next_id in ours.encode("a<think>b", add_special_tokens=False)
 
 
+def test_tokens_that_the_model_lacks_are_refused(write: Write) -> None:
+    """Some tokenizers were given a padding token that no embedding belongs to: its id would read past the matrix."""
+    spec = byte_level()
+    rows = len(spec["model"]["vocab"])
+    fields = {"content": "<pad>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    folder = write(spec, added_tokens_decoder={str(rows): {**fields, "special": True}})
+    tokenizer = Tokenizer.load(folder, embedded=rows)
+    assert tokenizer.encode("a dog", add_special_tokens=True)
+    with pytest.raises(BadRequest, match="'<pad>', which the model does not know"):
+        tokenizer.encode("a <pad>", add_special_tokens=True)
+    assert max(tokenizer.render_chat([{"role": "user", "content": "a <pad>"}])) < rows
+
+
 # Chats
 
 
@@ -496,3 +509,30 @@ def test_what_is_told_about_the_tokenizer(tokenizer: Tokenizer) -> None:
     assert (info["bos_token"], info["eos_token"], info["chat_template"]) == ("<|im_start|>", "<|im_end|>", CHATML)
     assert "pad_token" in info
     assert tokenizer.end_ids == (tokenizer.backend.token_to_id("<|im_end|>"),)
+
+
+# The demo model
+
+
+def test_the_demo_model_has_the_ids_of_transformers(smollm2_folder: Path) -> None:
+    ours, theirs = Tokenizer.load(smollm2_folder), reference(smollm2_folder)
+    for messages in CHATS:
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ours.render_chat(messages) == expected
+    for text in [*CORPUS, HARD_CHARACTERS, "<|im_start|>user\n"]:
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == theirs.encode(text)
+        assert "".join(stream(ours.detokenizer(skip_special_tokens=True), ids)) == theirs.decode(
+            ids, skip_special_tokens=True
+        )
+
+
+def test_every_control_token_of_the_demo_model_is_text_in_a_chat(smollm2_folder: Path) -> None:
+    tokenizer = Tokenizer.load(smollm2_folder)
+    control = {id_: token.content for id_, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    assert len(control) > 10
+    harmless = tokenizer.render_chat([{"role": "user", "content": "word"}])
+    for text in control.values():
+        ids = tokenizer.render_chat([{"role": "user", "content": f"a {text} b"}])
+        assert [id_ for id_ in ids if id_ in control] == [id_ for id_ in harmless if id_ in control]
+        assert f"a {text} b" in tokenizer.decode(ids, skip_special_tokens=True)

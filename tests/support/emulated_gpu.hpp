@@ -170,6 +170,16 @@ inline int block_sync(int vote) {
   return block_result;
 }
 
+// Let a thread go on until it waits; false if it has ended, or what it waits for has not come
+inline bool resume(int thread) {
+  Fiber& fiber = fibers[thread];
+  if (fiber.done || (fiber.waits_on && *fiber.waits_on == fiber.seen)) return false;
+  fiber.waits_on = nullptr;
+  current = threadIdx.x = thread;
+  emulator_switch(&scheduler, fiber.pointer);
+  return true;
+}
+
 template <class Call>
 void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
   if (shared_bytes > SHARED) fail("too much shared memory");
@@ -201,21 +211,20 @@ void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned
           fiber.group = 0;
         }
         for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
+        auto random = [&seed] { return (seed = seed * 1664525u + 1013904223u) >> 8; };
         while (alive) {
           bool moved = false;
-          for (unsigned w = order.size() - 1; w > 0; --w) {  // another order of the warps
-            seed = seed * 1664525u + 1013904223u;
-            std::swap(order[w], order[(seed >> 8) % (w + 1)]);
-          }
-          for (int w : order)
-            for (int lane = 0; lane < 32; ++lane) {
-              Fiber& fiber = fibers[w * 32 + lane];
-              if (fiber.done || (fiber.waits_on && *fiber.waits_on == fiber.seen)) continue;
-              fiber.waits_on = nullptr;
-              current = threadIdx.x = w * 32 + lane;
-              moved = true;
-              emulator_switch(&scheduler, fiber.pointer);
+          for (unsigned w = order.size() - 1; w > 0; --w) std::swap(order[w], order[random() % (w + 1)]);
+          for (int w : order) {
+            // from 0 to 7 turns, so that warps run apart as far as barriers let them
+            for (int turn = random() % 8, idle = 0; turn > 0 && !idle; --turn) {
+              idle = 1;
+              for (int lane = 0; lane < 32; ++lane) idle &= !resume(w * 32 + lane);
+              moved |= !idle;
             }
+          }
+          if (!moved)  // perhaps only because nobody had a turn
+            for (unsigned i = 0; i < threads; ++i) moved |= resume(i);
           // a thread that ended may have been the last one that a barrier waits for
           if (block_arrived && block_arrived >= alive) {
             block_arrived = 0;
@@ -252,8 +261,7 @@ inline Barrier& barrier_at(u32 address) {
 
 }  // namespace emulator
 
-// ---- what CUDA C++ provides
-// ------------------------------------------------------------------------------------------
+// ---- what CUDA C++ provides ----------------------------------------------------------------------------------------
 inline void __syncthreads() { emulator::block_sync(0); }
 inline int __syncthreads_or(int vote) { return emulator::block_sync(vote != 0) != 0; }
 inline void __syncwarp() {
@@ -292,8 +300,7 @@ inline u32 atomicAdd(u32* p, u32 x) {
   return old;
 }
 
-// ---- what ptx.cuh provides
-// -------------------------------------------------------------------------------------------
+// ---- what ptx.cuh provides -----------------------------------------------------------------------------------------
 inline float exp2_fast(float x) { return exp2f(x); }
 template <class E> u16 round_number(float x);
 template <> inline u16 round_number<bf16>(float x) {

@@ -1,0 +1,133 @@
+"""The promise of exactness: greedy tokens are transformers' own, in float32, whatever the engine does around them.
+
+The whole engine runs: scheduler, memory manager, executor, one step ahead. Only HTTP is left out.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.step_plan import SamplingParameters
+from service.assembly import Assembly, EngineSettings, assemble
+from service.engine import StepReport
+from service.engine_client import Ended, Submit
+from service.request import Sequence
+from service.token_stream import TokenStream
+
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+class Nobody:
+    """An observer that counts nothing."""
+
+    def step_ended(self, report: StepReport) -> None: ...
+    def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None: ...
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+@asynccontextmanager
+async def engine(folder: Path, device: str, **settings: Any) -> AsyncIterator[Assembly]:
+    chosen = {"max_num_seqs": 24, "max_num_batched_tokens": 512, "max_model_len": 2048, "dtype": "float32"} | settings
+    assembly = assemble(EngineSettings(device=device, **chosen), folder, Nobody())
+    assembly.engine.open()
+    task = asyncio.create_task(assembly.engine.run())
+    try:
+        yield assembly
+        assert assembly.engine.scheduler.memory.free_frames == assembly.executor.frames
+        assembly.engine.scheduler.memory.check_invariants()
+    finally:
+        assembly.engine.stop()
+        await asyncio.wait([task])
+        assembly.executor.close()
+
+
+async def generate(
+    assembly: Assembly, prompt: list[int], tokens: int, sampling: SamplingParameters = GREEDY
+) -> list[int]:
+    client = assembly.client
+    number = client.next_sequence_id()
+    stream = TokenStream(lambda: client.cancel(number))
+    client.submit(Submit(number, f"r{number}", prompt, tokens, sampling, []), stream)
+    output: list[int] = []
+    async for chunk in stream:
+        output += chunk.tokens
+        if chunk.ended:
+            assert chunk.ended.reason == "length", chunk.ended
+    return output
+
+
+def frames_for(assembly_tokens: int, folder: Path) -> int:
+    from model.config import read_config
+    from model.kv_pool import frame_bytes
+
+    return frame_bytes(read_config(folder), torch.float32, 16) * (assembly_tokens // 16)
+
+
+async def test_alone(smollm2_folder: Path, golden: list[Any], device: str) -> None:
+    """One after the other: every prompt shorter than a chunk, so decode is a batch of one."""
+    async with engine(smollm2_folder, device) as assembly:
+        for entry in [entry for entry in golden if len(entry.prompt) < 100][::3]:
+            entry.check(await generate(assembly, entry.prompt, len(entry.tokens)))
+
+
+async def test_all_at_once(smollm2_folder: Path, golden: list[Any], device: str) -> None:
+    async with engine(smollm2_folder, device) as assembly:
+        outputs = await asyncio.gather(*(generate(assembly, e.prompt, len(e.tokens)) for e in golden))
+        for entry, output in zip(golden, outputs, strict=True):
+            entry.check(output)
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+async def test_in_random_order_with_small_chunks(
+    smollm2_folder: Path, golden: list[Any], device: str, chunk: int
+) -> None:
+    """Requests arrive while others run, and prompts are prefilled piece by piece beside their decodes."""
+    entries = [entry for entry in golden if len(entry.prompt) <= 600]
+    random.Random(chunk).shuffle(entries)
+    async with engine(smollm2_folder, device, max_num_batched_tokens=chunk) as assembly:
+
+        async def arrive(place: int, entry: Any) -> list[int]:
+            while assembly.engine.snapshot().step < 2 * place:  # noqa: ASYNC110  (a step has no event)
+                await asyncio.sleep(0.005)
+            return await generate(assembly, entry.prompt, len(entry.tokens))
+
+        outputs = await asyncio.gather(*(arrive(place, entry) for place, entry in enumerate(entries)))
+        for entry, output in zip(entries, outputs, strict=True):
+            entry.check(output)
+
+
+async def test_in_a_pool_so_small_that_sequences_are_preempted(
+    smollm2_folder: Path, golden: list[Any], device: str
+) -> None:
+    entries = [entry for entry in golden if 30 <= len(entry.prompt) <= 140]
+    pool = frames_for(320, smollm2_folder)
+    async with engine(smollm2_folder, device, kv_cache_memory_bytes=pool, max_model_len=320) as assembly:
+        outputs = await asyncio.gather(*(generate(assembly, e.prompt, len(e.tokens)) for e in entries))
+        assert assembly.engine.scheduler.preemptions > 0
+        for entry, output in zip(entries, outputs, strict=True):
+            entry.check(output)
+
+
+async def test_equal_seeds_draw_equal_tokens_whatever_runs_beside(smollm2_folder: Path, device: str) -> None:
+    """C24: alone, five times at once, among differently seeded neighbours."""
+    prompt = [504, 3575, 282]
+    drawn = SamplingParameters(temperature=0.8, seed=42)
+    async with engine(smollm2_folder, device) as assembly:
+        alone = await generate(assembly, prompt, 12, drawn)
+        others = [SamplingParameters(temperature=1.0, top_p=0.9, seed=seed) for seed in range(8)]
+        together = await asyncio.gather(*(generate(assembly, prompt, 12, s) for s in [drawn, *others, drawn, drawn]))
+        assert together[0] == together[-1] == together[-2] == alone
+        assert len({tuple(output) for output in together[1:-2]}) > 1
