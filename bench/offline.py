@@ -13,13 +13,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from bench import workload
 from model.step_plan import SamplingParameters
@@ -174,7 +175,9 @@ def model_folder(args: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
+@asynccontextmanager
+async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[str, Any]]]:
+    """A running engine, and the facts about it that go into every answer."""
     with model_folder(args) as folder:
         settings = EngineSettings(
             device=args.device,
@@ -192,19 +195,25 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     assembly.engine.open()
     loop = asyncio.create_task(assembly.engine.run())
     try:
-        answer = {
-            "bench": args.bench,
-            "model": args.model or args.shape,
-            "device": assembly.device,
-            "dtype": assembly.dtype,
-            "frames": assembly.executor.frames,
-            "load_s": round(time.perf_counter() - began, 2),
-        }
-        return answer | await BENCHES[args.bench](runner, args)
+        yield (
+            runner,
+            {
+                "model": args.model or args.shape,
+                "device": assembly.device,
+                "dtype": assembly.dtype,
+                "frames": assembly.executor.frames,
+                "load_s": round(time.perf_counter() - began, 2),
+            },
+        )
     finally:
         assembly.engine.stop()
         await asyncio.wait([loop])
         assembly.executor.close()
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    async with started(args) as (runner, facts):
+        return {"bench": args.bench, **facts, **await BENCHES[args.bench](runner, args)}
 
 
 async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
@@ -283,13 +292,13 @@ async def device_share(runner: Runner, items: list[workload.Item], sampling: Sam
     from torch.profiler import ProfilerActivity, profile
 
     task = asyncio.create_task(runner.run(items, sampling))
-    while not any(r.decode_tokens == len(items) for r in runner.log.reports):
+    while not any(r.decode_tokens == len(items) for r in runner.log.reports):  # noqa: ASYNC110  (a step has no event)
         await asyncio.sleep(0)
     for _ in range(40):
         await asyncio.sleep(0)
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         seen = len(runner.log.reports)
-        while len(runner.log.reports) < seen + 40 and not task.done():
+        while len(runner.log.reports) < seen + 40 and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(0)
         torch.cuda.synchronize()
     await task
@@ -309,7 +318,8 @@ async def device_share(runner: Runner, items: list[workload.Item], sampling: Sam
 BENCHES = {"throughput": throughput, "latency": latency, "steady": steady}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def command_line() -> argparse.ArgumentParser:
+    """The flags of `pagewalk bench`."""
     parser = argparse.ArgumentParser(
         "pagewalk bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -333,13 +343,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output-len", type=int, default=128, help="of the latency bench, in tokens")
     parser.add_argument("--sequences", default="1,64,256,1024", help="batch sizes of the steady bench")
     parser.add_argument("--context", type=int, default=128, help="prompt length of the steady bench, in tokens")
-    try:
-        import uvloop
+    return parser
 
-        run = uvloop.run
-    except ImportError:
-        run = asyncio.run
-    print(json.dumps(run(measure(parser.parse_args(arguments)))))
+
+def main(arguments: list[str] | None = None) -> None:
+    args = command_line().parse_args(arguments)
+    print(json.dumps(uvloop.run(measure(args))))
 
 
 if __name__ == "__main__":
