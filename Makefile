@@ -58,10 +58,10 @@ pins: $(DEV)  ## Write what is installed into constraints.txt
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-$(RUNTIME): pyproject.toml constraints.txt scripts/install.sh
+$(RUNTIME): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh
 	@sh scripts/install.sh .
 	@touch $@
 
-$(DEV): pyproject.toml constraints.txt scripts/install.sh
+$(DEV): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh
 	@sh scripts/install.sh '.[dev]'
 	@touch $@ $(RUNTIME)

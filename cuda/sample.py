@@ -55,12 +55,13 @@ class Sample:
         self.state, self.results, self.vocabulary = state, results, vocabulary
         specs = [
             KernelSpec("sample_scan", "PPPPi", 256, overlap=True),
-            KernelSpec("sample_finish", "PPPPPPPPPPPPPPPii", 1024, overlap=True),
+            KernelSpec("sample_finish", "PPPPPPPPPPPPPPPPii", 1024, overlap=True),
         ]
         self._scan, self._finish = loader.load("sample.cu", specs)
         device = state.upload.device
         self._partials = torch.zeros(state.max_sequences, SLICES, dtype=torch.int64, device=device)
         self._not_finite = torch.zeros(state.max_sequences, SLICES, dtype=torch.int32, device=device)
+        self._outcome = torch.zeros(2, results.capacity, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, stream: int, logits: Tensor, padded_sequences: int) -> None:
@@ -81,5 +82,5 @@ class Sample:
             stream, padded_sequences, logits, state.rows, state.samples, state.lengths,
             state.temperatures, state.top_ks, state.top_ps, state.seeds,
             self._partials, self._not_finite, state.failed, state.last_tokens,
-            state.upload, results.tensor, self._ticket, self.vocabulary, results.capacity,
+            state.upload, self._outcome, results.tensor, self._ticket, self.vocabulary, results.capacity,
         )  # fmt: skip

@@ -2,24 +2,46 @@
 
 Invariants, cited by number where they are upheld, recomputed by `MemoryManager.audit`:
   1. free + held frames = total.
-  2. A frame's reference count is the number of page table entries that name it.
-  3. A frame with several references is never written: who wants to write gets a copy first.
-  4. A page table entry never names a free frame.
+  2. A frame's reference count is the number of page table entries and prefix pins that name it.
+  3. A frame with several references, or whose content the page cache or a swap slot has, is never written: who wants to
+     write gets a copy first.
+  4. A page table entry never names a free frame or slot.
   5. A failed allocation changes nothing.
   6. Only the last page of an address space may be partly filled.
+  7. A frame or slot with a copy in flight is pinned: it is neither freed nor reused until the copy's end is reported.
+  8. A slot's reference count is the number of page table entries that name it.
+  9. A frame and a slot that are twins have the same content, and each names the other.
+ 10. A cached page is found only by its own tokens after its own predecessor, whatever its key is worth.
+ 11. A held frame is charged to one tenant: to one that maps it, or to the last that did.
 """
 
 from mm.address_space import AddressSpace
-from mm.addresses import ABSENT, PAGE_SIZE, FrameNumber, PageNumber, Row, pages_for
-from mm.errors import FrameNotHeld, MemoryCorruption, OutOfFrames, OutOfRows, PagingError
+from mm.addresses import ABSENT, PAGE_SIZE, FrameNumber, PageNumber, Row, SwapSlot, pages_for
+from mm.content import ContentChain, Namespace
+from mm.errors import (
+    FrameNotHeld,
+    MemoryCorruption,
+    OutOfFrames,
+    OutOfRows,
+    OutOfSwapSlots,
+    OverTenantLimit,
+    PageNotResident,
+    PagingError,
+)
+from mm.lookup import Awaited, Miss, MissReason, PrefixMatch
 from mm.memory_manager import MemoryManager
-from mm.page_copies import MemoryOrders, PageCopies, TableChanges
+from mm.page_copies import MemoryOrders, PageCopies, PageMover, SwapOrders, TableChanges
+from mm.reclaim import Watermarks
 from mm.statistics import EventCounters, MemoryInformation
+from mm.swap_space import SwapBounds
+from mm.tenants import TenantLimits
 
 __all__ = [
     "ABSENT",
     "PAGE_SIZE",
     "AddressSpace",
+    "Awaited",
+    "ContentChain",
     "EventCounters",
     "FrameNotHeld",
     "FrameNumber",
@@ -27,12 +49,25 @@ __all__ = [
     "MemoryInformation",
     "MemoryManager",
     "MemoryOrders",
+    "Miss",
+    "MissReason",
+    "Namespace",
     "OutOfFrames",
     "OutOfRows",
+    "OutOfSwapSlots",
+    "OverTenantLimit",
     "PageCopies",
+    "PageMover",
+    "PageNotResident",
     "PageNumber",
     "PagingError",
+    "PrefixMatch",
     "Row",
+    "SwapBounds",
+    "SwapOrders",
+    "SwapSlot",
     "TableChanges",
+    "TenantLimits",
+    "Watermarks",
     "pages_for",
 ]

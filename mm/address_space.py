@@ -2,12 +2,17 @@
 
 A *fault* is resolved before the step that would meet it. `grow` finds all of them for all rows together:
 
-    position written next     page it lies in           what grow does
-    ─────────────────────     ──────────────────────    ─────────────────────────────────────────────────────────
-    at a page edge            none yet                  minor fault: allocate a frame, set the entry
-    inside a page             a frame held once         nothing
-    inside a page             a frame held by several   copy-on-write: allocate a frame, order a copy, set the entry;
-                                                        if all its holders write in this step, the last keeps it
+    position written next   page it lies in               what grow does
+    ─────────────────────   ──────────────────────────    ───────────────────────────────────────────────────────
+    at a page edge          none yet                      minor fault: allocate a frame, set the entry
+    inside a page           a frame held once             nothing
+    inside a page           a frame held by several       copy-on-write: allocate a frame, order a copy, set the
+                                                          entry; if all holders write in this step, the last keeps it
+    inside a page           a sealed frame: the cache or  copy-on-write, also for the only holder
+                            a swap slot has its content
+
+Only a row that is *exposed* can write into a page that is shared or sealed: `fork`, `truncate` and a partly matching
+cached page expose it, and its next growth ends that. So a step that nobody enters exposed looks at no page at all.
 """
 
 from dataclasses import dataclass
@@ -15,69 +20,65 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mm.addresses import Int32Array, Int64Array, Row
-from mm.page_copies import MemoryOrders, TableChanges
+from mm.addresses import IndexArray, Int32Array, Row, empty_int32
+from mm.frame_allocator import FrameAllocator
+from mm.page_copies import MemoryOrders
 from mm.page_table import PageTables
 
 if TYPE_CHECKING:
     from mm.memory_manager import MemoryManager
 
+_NONE = empty_int32()
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What a growth needs, before anything is changed. new_pages (S,) int32: pages to add per row.
-
-    copy_rows, copy_pages, copy_sources (N,): pages to copy before they are written.
-    """
+    """What a growth needs, before anything is changed. Rows are intp, as numpy indexes fastest by it."""
 
     ends: Int32Array  # (S,) the lengths after the growth
-    first_new: Int32Array  # (S,) first page number to add
-    new_pages: Int32Array
-    copy_rows: Int32Array
-    copy_pages: Int32Array
-    copy_sources: Int32Array
-    frames: int  # frames needed in all
+    rows: IndexArray  # (N,) page table entries that get a new frame: first those that are copied, then new pages
+    pages: Int32Array  # (N,)
+    copy_sources: Int32Array  # (C,) the frames that the first C of them name now
+    exposed: IndexArray  # (E,) rows whose last page is private once the faults are resolved
 
 
-def find_faults(tables: PageTables, references: Int32Array, rows: Int32Array, counts: Int32Array) -> Faults:
+def find_faults(tables: PageTables, frames: FrameAllocator, rows: IndexArray, counts: Int32Array) -> Faults:
     """The faults of growing each of the distinct `rows` (S,) by `counts` (S,) >= 1 tokens. Changes nothing."""
     page_size = tables.page_size
     starts = tables.lengths[rows]
     ends = starts + counts
-    first_new = -(-starts // page_size)
-    new_pages = -(-ends // page_size) - first_new
-    pages = starts // page_size
-    inside = np.flatnonzero(first_new != pages)  # these write into a page that is there already
-    written = tables.entries[rows[inside], pages[inside]]
-    shared = inside[references[written] > 1]
-    if len(shared):
-        shared = _without_keepers(shared, tables.entries[rows[shared], pages[shared]], references)
-    sources = tables.entries[rows[shared], pages[shared]]
-    return Faults(ends, first_new, new_pages, rows[shared], pages[shared], sources, int(new_pages.sum()) + len(shared))
+    first_new = (starts + (page_size - 1)) // page_size
+    new_pages = (ends + (page_size - 1)) // page_size - first_new
+    growing = new_pages.nonzero()[0]
+    fault_rows, fault_pages, counts = rows[growing], first_new[growing], new_pages[growing]
+    if counts.sum() > len(growing):  # some by several pages
+        offsets = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+        fault_rows = np.repeat(fault_rows, counts)
+        fault_pages = (np.repeat(fault_pages, counts) + offsets).astype(np.int32)
+    exposed = tables.exposed[rows].nonzero()[0]
+    if not len(exposed):
+        return Faults(ends, fault_rows, fault_pages, _NONE, rows[:0])
+    copy_rows, copy_pages, sources = _copies(tables, frames, rows[exposed], starts[exposed])
+    fault_rows, fault_pages = np.concatenate((copy_rows, fault_rows)), np.concatenate((copy_pages, fault_pages))
+    return Faults(ends, fault_rows, fault_pages, sources, rows[exposed])
 
 
-def _without_keepers(writers: Int64Array, frames: Int32Array, references: Int32Array) -> Int64Array:
-    """Those of `writers` that must copy: where every holder of a frame writes in this step, the last one keeps it."""
-    distinct, last_from_end, count = np.unique(frames[::-1], return_index=True, return_counts=True)
-    all_write = references[distinct] == count
-    keepers = len(frames) - 1 - last_from_end[all_write]
-    return np.delete(writers, keepers)
+def _copies(
+    tables: PageTables, frames: FrameAllocator, rows: IndexArray, starts: Int32Array
+) -> tuple[IndexArray, Int32Array, Int32Array]:
+    """(rows, pages, frames), each (C,): the pages that must be copied before position starts[i] is written.
 
-
-def table_changes(tables: PageTables, rows: Int32Array, faults: Faults, frames: Int32Array) -> TableChanges:
-    """The entries that `frames` (one per fault, copies first) go to."""
-    copies = len(faults.copy_rows)
-    if len(frames) == copies:
-        return TableChanges(faults.copy_rows, faults.copy_pages, frames)
-    growing = np.flatnonzero(faults.new_pages)
-    counts = faults.new_pages[growing]
-    first_of_row = np.repeat(np.cumsum(counts) - counts, counts)
-    new = np.repeat(faults.first_new[growing], counts) + np.arange(len(frames) - copies, dtype=np.int32) - first_of_row
-    return TableChanges(
-        np.concatenate((faults.copy_rows, np.repeat(rows[growing], counts))),
-        np.concatenate((faults.copy_pages, new.astype(np.int32))),
-        frames,
-    )
+    Where every holder of a frame writes in this step, the last one keeps it. A sealed frame is kept by nobody: its
+    content is wanted elsewhere (invariant 3).
+    """
+    inside = (starts % tables.page_size).nonzero()[0]
+    rows, pages = rows[inside], starts[inside] // tables.page_size
+    written = tables.entries[rows, pages]
+    shared = ((frames.references[written] > 1) | frames.sealed[written]).nonzero()[0]
+    distinct, last_from_end, count = np.unique(written[shared][::-1], return_index=True, return_counts=True)
+    is_kept = (frames.references[distinct] == count) & ~frames.sealed[distinct]
+    copied = np.delete(shared, len(shared) - 1 - last_from_end[is_kept])
+    return rows[copied], pages[copied], written[copied]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,16 +95,21 @@ class AddressSpace:
         return int(self.memory.tables.lengths[self.row])
 
     @property
-    def frames(self) -> Int32Array:
-        """(pages,) int32: a copy of the page table, in page order."""
-        return self.memory.tables.frames(self.row).copy()
+    def entries(self) -> Int32Array:
+        """(pages,) int32: a copy of the page table entries, in page order (mm/addresses.py says how to read them)."""
+        return self.memory.tables.mapped(self.row).copy()
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it may run: no page is in swap or in a copy."""
+        return not self.memory.tables.barred[self.row]
 
     def grow(self, tokens: int) -> MemoryOrders:
         """Make the next `tokens` positions writable. Raises OutOfFrames; then nothing has changed."""
         return self.memory.grow(np.array([self.row], np.int32), np.array([tokens], np.int32))
 
     def fork(self, owner: str) -> tuple["AddressSpace", MemoryOrders]:
-        """A second address space over the same frames; only counts rise. Raises OutOfRows."""
+        """A second address space over the same pages; only counts rise. Raises OutOfRows."""
         return self.memory.fork(self, owner)
 
     def truncate(self, length: int) -> None:

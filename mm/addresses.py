@@ -26,6 +26,7 @@ ABSENT = -1
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 

@@ -1,26 +1,40 @@
-"""Owns the free list and the reference count of every frame.
+"""Owns the free list, and what holds each frame: references, pins, and whether a copy of it exists elsewhere.
 
-    free ──allocate──▶ held (1) ──share──▶ held (n) ──release──▶ … ──last release──▶ free
+    free ──allocate──▶ held (1) ──share──▶ held (n) ──release──▶ … ──last release──▶ free, unless pinned or sealed
 
-Invariants (numbers of mm/__init__.py): 1 (free + held = total), 2 (counts are exact), 5 (all or nothing).
+    references   page table entries (and prefix pins) that name the frame
+    pins         copies in flight from it or to it: until they end it is neither freed nor reused
+    sealed       the page cache or a swap slot has this very content: it is never written in place, and its last
+                 release hands it to `Residency`, which knows what becomes of it
+
+Invariants (numbers of mm/__init__.py): 1 (free + held = total), 2 (counts are exact), 5 (all or nothing), 7 (pins).
 Every operation costs in proportion to the frames it is given, never to the size of the pool.
 """
 
 import numpy as np
 
-from mm.addresses import Int32Array
+from mm.addresses import BoolArray, Int32Array, Int64Array, empty_int32
 from mm.errors import FrameNotHeld, OutOfFrames
+from mm.tenants import Tenants
 
 
 class FrameAllocator:
     """The frames 0 ... total - 1. The most recently freed frame is handed out first."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, tenants: Tenants) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one frame, got {total}")
         self.total = total
+        self.allocated = self.freed = 0  # events since the start
         self.references: Int32Array = np.zeros(total, np.int32)  # read by others, written only here
+        self.pins: Int32Array = np.zeros(total, np.int32)
+        self.pin_count = self.pins.data  # the same memory, for one frame at a time
+        self.reference_count = self.references.data
+        self.sealed: BoolArray = np.zeros(total, np.bool_)  # written by Residency
+        self.last_owner: Int64Array = np.zeros(total, np.int64)  # serial of the address space it was allocated for
+        self._tenants = tenants
         self._stack: Int32Array = np.arange(total - 1, -1, -1, dtype=np.int32)  # free frames, the next one last
+        self._stack_view = self._stack.data
         self._free = total
 
     @property
@@ -32,29 +46,41 @@ class FrameAllocator:
         """(free_frames,) the free frames, for audits."""
         return self._stack[: self._free].copy()
 
-    def allocate(self, count: int) -> Int32Array:
-        """Take `count` frames with one reference each: (count,) int32. Raises OutOfFrames and takes none (rule 5)."""
+    def allocate(self, tenants: Int32Array, *, references: int = 1) -> Int32Array:
+        """Take one frame for each of `tenants` (N,), with `references` references: (N,) int32.
+
+        Raises OutOfFrames and takes none (rule 5).
+        """
+        count = len(tenants)
         if count > self._free:
             raise OutOfFrames(count, self._free)
         frames = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
-        self.references[frames] = 1
+        self.allocated += count
+        self.references[frames] = references
+        self._tenants.charge(frames, tenants)
         return frames
 
     def share(self, frames: Int32Array) -> None:
-        """Add one reference per entry of `frames`, which must be distinct. Raises FrameNotHeld if one is free."""
+        """Add one reference per entry of `frames`, which must be distinct. Raises FrameNotHeld if one is free.
+
+        A frame without references is not free while it is sealed or pinned.
+        """
         if len(frames) and self.references[frames].min() < 1:
-            raise FrameNotHeld(f"shared a free frame: {frames[self.references[frames] < 1].tolist()}")
+            unheld = (self.references[frames] < 1) & ~self.sealed[frames] & (self.pins[frames] < 1)
+            if unheld.any():
+                raise FrameNotHeld(f"shared a free frame: {frames[unheld].tolist()}")
         self.references[frames] += 1
 
     def release(self, frames: Int32Array) -> Int32Array:
         """Drop one reference per entry of `frames`, where a frame may stand several times.
 
-        The last reference frees a frame (in tests the executor then poisons it). Returns the freed frames. Raises
-        FrameNotHeld, and drops nothing, if a frame would lose more references than it has.
+        The last reference frees a frame (in tests the device then poisons it) unless it is pinned or sealed: those
+        are returned, in the order given. Raises FrameNotHeld, and drops nothing, if a frame would lose more
+        references than it has.
         """
         if not len(frames):
-            return frames
+            return empty_int32()
         if frames.min() < 0:
             raise FrameNotHeld(f"no such frame: {int(frames.min())}")
         np.subtract.at(self.references, frames, 1)
@@ -62,7 +88,35 @@ class FrameAllocator:
         if after.min() < 0:
             np.add.at(self.references, frames, 1)
             raise FrameNotHeld(f"released without a reference: {sorted(set(frames[after < 0].tolist()))}")
-        freed = np.unique(frames[after == 0])
-        self._stack[self._free : self._free + len(freed)] = freed[::-1]
-        self._free += len(freed)
-        return freed
+        idle: Int32Array = frames[after == 0]
+        if len(idle) > 1:
+            idle = idle[np.sort(np.unique(idle, return_index=True)[1])]
+        is_kept = self.sealed[idle] | (self.pins[idle] > 0)
+        self.free(idle[~is_kept])
+        kept: Int32Array = idle[is_kept]
+        return kept
+
+    def free(self, frames: Int32Array) -> None:
+        """Put distinct frames that nothing holds any more on the free list."""
+        count = len(frames)
+        self._stack[self._free : self._free + count] = frames[::-1]
+        self._free += count
+        self.freed += count
+        self._tenants.uncharge(frames)
+
+    def free_one(self, frame: int) -> None:
+        """The same for one frame, at a fraction of the cost."""
+        self._stack_view[self._free] = frame
+        self._free += 1
+        self.freed += 1
+        self._tenants.uncharge_one(frame)
+
+    def pin(self, frames: Int32Array) -> None:
+        """Bar the distinct `frames` from being freed or reused until `unpin`."""
+        self.pins[frames] += 1
+
+    def unpin(self, frames: Int32Array) -> Int32Array:
+        """End what `pin` began. Returns the frames that no pin and no reference holds any more."""
+        self.pins[frames] -= 1
+        unheld: Int32Array = frames[(self.pins[frames] == 0) & (self.references[frames] == 0)]
+        return unheld

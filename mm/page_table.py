@@ -1,23 +1,36 @@
 """Owns the page tables of all address spaces: rows of ONE int32 array, so that a step over all of them is vectorised.
 
 A row belongs to one address space from `allocate_row` to `release_row`. Its first pages_for(length) entries name
-frames, the rest is ABSENT: no page is without a position, so waste is bounded by one page a row (invariant 6).
+frames or swap slots (mm/addresses.py), the rest is ABSENT: no page is without a position, so waste is bounded by one
+page a row (invariant 6).
 """
 
 import numpy as np
 
-from mm.addresses import ABSENT, Int32Array, Row
+from mm.addresses import ABSENT, BoolArray, Int32Array, Int64Array, Row
 from mm.errors import OutOfRows
+
+REMEMBERED_OWNERS = 65_536
+"""Address spaces whose owners' names are known after their end, the latest ones."""
 
 
 class PageTables:
-    """entries (max_rows, max_pages) int32: a frame or ABSENT; lengths (max_rows,) int32: token positions held."""
+    """entries (max_rows, max_pages) int32; lengths (max_rows,) int32: positions held; and facts about each row."""
 
     def __init__(self, max_rows: int, max_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.entries: Int32Array = np.full((max_rows, max_pages), ABSENT, np.int32)
         self.lengths: Int32Array = np.zeros(max_rows, np.int32)
+        self.barred: Int32Array = np.zeros(max_rows, np.int32)  # entries that name a slot + pages in a copy
+        self.exposed: BoolArray = np.zeros(max_rows, np.bool_)  # the last page may be shared or sealed
+        self.tenants: Int32Array = np.zeros(max_rows, np.int32)
+        self.families: Int64Array = np.zeros(max_rows, np.int64)  # equal for all forks of one first address space
+        self.epochs: Int64Array = np.zeros(max_rows, np.int64)  # grows each time a row is released
+        self.serials: Int64Array = np.zeros(max_rows, np.int64)  # of the address space: never used again
         self.owners: list[str | None] = [None] * max_rows
+        self._names: list[tuple[int, str]] = [(0, "")] * REMEMBERED_OWNERS
+        self._last_serial = 0
+        self._unsent: list[tuple[int, Int32Array]] = []  # (row, pages) that were mapped outside a step
         self._free_rows: list[int] = list(range(max_rows - 1, -1, -1))
 
     @property
@@ -37,24 +50,55 @@ class PageTables:
         return np.array([row for row, owner in enumerate(self.owners) if owner is not None], np.int32)
 
     def pages(self, rows: Int32Array) -> Int32Array:
-        """(N,) pages that each row maps."""
+        """(N,) pages that each row has."""
         return -(-self.lengths[rows] // self.page_size)
 
-    def frames(self, row: int) -> Int32Array:
-        """(pages,) the frames of one row, in page order; a view, valid until the row changes."""
+    def mapped(self, row: int) -> Int32Array:
+        """(pages,) the entries of one row, in page order; a view, valid until the row changes."""
         return self.entries[row, : -(-int(self.lengths[row]) // self.page_size)]
 
-    def allocate_row(self, owner: str) -> Row:
-        """Take an empty row for `owner`. Raises OutOfRows."""
+    def note(self, row: int, pages: Int32Array) -> None:
+        """The entries of these pages changed outside a step: the device has to learn them before the next one."""
+        self._unsent.append((row, pages))
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def take_unsent(self) -> tuple[Int32Array, Int32Array]:
+        """(rows, pages) noted since the last call, without those that do not name a frame any more; may repeat.
+
+        There must be some.
+        """
+        rows = np.concatenate([np.full(len(pages), row, np.int32) for row, pages in self._unsent])
+        pages = np.concatenate([pages for _, pages in self._unsent])
+        self._unsent.clear()
+        is_frame = self.entries[rows, pages] >= 0
+        return rows[is_frame], pages[is_frame]
+
+    def allocate_row(self, owner: str, tenant: int = 0, family: int | None = None) -> Row:
+        """Take an empty row for `owner`, in the fork family of another or in a new one. Raises OutOfRows."""
         if not self._free_rows:
             raise OutOfRows(self.max_rows)
         row = Row(self._free_rows.pop())
+        self._last_serial += 1
+        self.serials[row] = self._last_serial
+        self._names[self._last_serial % REMEMBERED_OWNERS] = (self._last_serial, owner)
         self.owners[row] = owner
+        self.tenants[row] = tenant
+        self.families[row] = self._last_serial if family is None else family
         return row
 
+    def name(self, serial: int) -> str:
+        """The owner of the address space with this serial, also after its end; "" if that is long ago."""
+        number, owner = self._names[serial % REMEMBERED_OWNERS]
+        return owner if number == serial else ""
+
     def release_row(self, row: Row) -> None:
-        """Give a row back. Its frames must have been released before."""
+        """Give a row back. What its entries name must have been released before."""
         self.entries[row, : -(-int(self.lengths[row]) // self.page_size)] = ABSENT
-        self.lengths[row] = 0
+        self.lengths[row] = self.barred[row] = self.tenants[row] = 0
+        self.exposed[row] = False
+        self.epochs[row] += 1
         self.owners[row] = None
         self._free_rows.append(row)

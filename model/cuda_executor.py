@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cuda.frames import FrameLayout, FramePool
 from cuda.launch import DeviceLoader, KernelLoader
@@ -134,7 +135,8 @@ class DeviceProgram:
         )
         self.results = StepResults(RING, max_rows, page_locked=page_locked)
         self._uploads = torch.zeros(RING, words, dtype=torch.int32, pin_memory=page_locked)
-        self._upload_words = self._uploads.numpy()
+        self._upload_words = list(self._uploads.numpy())
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if frames is None:
             buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_rows)
             frames = _frames_that_fit(layout, utilization, buffers, max_rows * max_pages)
@@ -149,10 +151,19 @@ class DeviceProgram:
         """Enqueue the copy of a plan to the device, and its page copies. `stream` must be torch's current one."""
         words = self._upload_words[slot]
         used = pack(_upload_of(plan, slot), words)
-        self.state.upload[:used].copy_(self._uploads[slot, :used], non_blocking=True)
+        source, target = self._copies(slot, used)
+        target.copy_(source, non_blocking=True)
         copies = len(plan.orders.copies)
         if copies:
             self._copy(stream, *copies_of(self.state.upload, words, copies))
+
+    def _copies(self, slot: int, words: int) -> tuple[Tensor, Tensor]:
+        """(page-locked, device) views of an upload's first `words`, or some more: made once for each power of two."""
+        key = slot, words.bit_length()
+        if key not in self._views:
+            size = min(1 << key[1], self._uploads.shape[1])
+            self._views[key] = self._uploads[slot, :size], self.state.upload[:size]
+        return self._views[key]
 
     def sizes(self, plan: StepPlan, stream: int) -> CudaStep:
         """The step of a plan, without padding."""

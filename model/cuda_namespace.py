@@ -7,8 +7,10 @@ them all, and the errors that follow name everything but the cause.
 
 from importlib.util import find_spec
 
+from model.errors import ModelError
 
-class CudaNamespaceHidden(ImportError):
+
+class CudaNamespaceHidden(ModelError):
     """Another package named `cuda` hides ours. The message says which."""
 
 

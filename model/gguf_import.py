@@ -59,7 +59,7 @@ def convert(path: Path, folder: Path, report: Report) -> None:
         tokenizer = _tokenizer(metadata)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 (the tokenizers library raises nothing narrower)
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise BadCheckpoint(f"{path}: its tokenizer cannot be built: {error}") from error
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(metadata))

@@ -73,7 +73,7 @@ def resolve(
     path = Path(model).expanduser()
     if revision is not None and (model == DEMO_ALIAS or path.exists()):
         raise ModelNotFound(f"a revision can only be given with a hub id, not with {model!r}")
-    if path.is_dir():
+    if model and path.is_dir():
         return ModelFiles(path, path.resolve().name, str(path.resolve()))
     if path.suffix == ".gguf":
         return ModelFiles(_converted_file(path, cache, report), path.stem, str(path.resolve()))

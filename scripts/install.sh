@@ -61,5 +61,11 @@ if ! has_torch; then
     fi
 fi
 
+pins="-c constraints.txt"
+if "$VENV/bin/python" -c 'import sys; from importlib.metadata import version; sys.exit("+cpu" not in version("torch"))'; then
+    pins="$pins -c constraints-cpu.txt" # a CUDA build pins NVIDIA's packages itself
+fi
+
 say "Installing what $project needs ..."
-pip install -q -c constraints.txt -e "$project"
+# shellcheck disable=SC2086 # several words are meant
+pip install -q $pins -e "$project"

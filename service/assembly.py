@@ -13,6 +13,7 @@ import torch
 from mm import PAGE_SIZE, MemoryManager, pages_for
 from model.config import ModelConfig, read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
+from model.cuda_namespace import check_cuda_namespace
 from model.executor import Executor
 from model.kv_pool import frame_bytes
 from model.loader import load_parameters, random_parameters
@@ -113,6 +114,7 @@ def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
 def _cuda_executor(
     settings: EngineSettings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
 ) -> Executor:
+    check_cuda_namespace()
     from model.cuda_executor import CudaExecutor  # imports CuPy and the kernels' loader: absent where there is no GPU
 
     if settings.page_size != PAGE_SIZE:

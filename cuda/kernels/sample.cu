@@ -13,6 +13,7 @@
 //   partials [S, SLICES] (u64 best, then int not_finite [S, SLICES])
 //   failed [R]: set by kv_append; reported for every sequence of the step, and cleared
 //   last_tokens [R]: the new token
+//   outcome [2, capacity] int32: tokens and flags, until the last block brings them to the host
 //   results: page-locked host memory, slots of 16 + 2 * capacity words: the step number at word 0, written last of all;
 //     tokens at word 16 (-1 where the sequence does not sample), failed at word 16 + capacity
 //   ticket: one u32, 0 before and after
@@ -223,13 +224,13 @@ struct RowDraw {
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) sample_finish(
     const float* logits, const int* rows, const int* samples, const int* lengths, const float* temperatures,
     const int* top_ks, const double* top_ps, const u64* seeds, const u64* partials, const int* not_finite, int* failed,
-    int* last_tokens, const int* header, int* results, u32* ticket, int V, int capacity) {
+    int* last_tokens, const int* header, int* outcome, int* results, u32* ticket, int V, int capacity) {
   __shared__ u64 sums[WARPS];
   __shared__ u32 bins_low[BINS], bins_high[BINS];
   allow_next_kernel();
   wait_for_previous_kernel();
+  __shared__ bool is_last;
   const int s = blockIdx.x, row = rows[s];
-  int* const result = results + (i64)header[6] * (16 + 2 * capacity);
   if (row >= 0) {
     int token = -1, bad = 0;
     if (samples[s]) {
@@ -250,17 +251,29 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) sample_finish(
     }
     if (threadIdx.x == 0) {
       if (token >= 0) last_tokens[row] = token;
-      result[16 + s] = token;
-      result[16 + capacity + s] = bad | failed[row];
+      outcome[s] = token;
+      outcome[capacity + s] = bad | failed[row];
       failed[row] = 0;
     }
   }
-  if (threadIdx.x == 0) {  // the last block says that the step is done
+  // The last block brings all to the host, in whole lines, and the step's number after them
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  int* const result = results + (i64)header[6] * (16 + 2 * capacity);
+  for (int i = threadIdx.x; i < gridDim.x; i += BLOCK) {
+    result[16 + i] = __ldcg(outcome + i);
+    result[16 + capacity + i] = __ldcg(outcome + capacity + i);
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *ticket = 0;
     __threadfence_system();
-    if (atomicAdd(ticket, 1u) == gridDim.x - 1) {
-      *ticket = 0;
-      __threadfence_system();
-      *(volatile int*)result = header[0];
-    }
+    *(volatile int*)result = header[0];
   }
 }

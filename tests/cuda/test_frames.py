@@ -66,11 +66,9 @@ def test_head_sizes_without_kernels_are_refused() -> None:
         FrameLayout(1, 1, 96, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("layers", "head_dim"), [(1, 64), (9, 128)])
+@pytest.mark.parametrize(("layers", "head_dim"), [(1, 64), (25, 128)])
 def test_page_copy(device, generator, layers, head_dim) -> None:
-    """Targets become their sources, all bytes of them; every other frame stays. One frame is no multiple of a block's
-    piece.
-    """
+    """Targets become their sources, all bytes; every other frame stays. A large frame takes a block several rounds."""
     pool = FramePool(FrameLayout(layers, 3, head_dim, torch.bfloat16), 9, device.name)
     pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
     expected = pool.data.clone()

@@ -12,7 +12,7 @@ from plan_driver import GREEDY, PlanDriver, int32
 
 from mm.page_copies import MemoryOrders, PageCopies, TableChanges
 from model.config import read_config
-from model.cpu_executor import CpuExecutor, choose_dtype, usable_cores
+from model.cpu_executor import CpuExecutor, choose_dtype, choose_threads, usable_cores
 from model.loader import load_parameters
 from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan, StepResult
 
@@ -160,6 +160,18 @@ def test_a_nan_marks_its_row_only(model, executor: CpuExecutor) -> None:
     assert bool(executor.pool.data.isfinite().all())
 
 
+def test_logits_that_are_not_finite_mark_their_row(model) -> None:
+    """C38: the hidden states are sound and one row of the output matrix is not: whoever samples fails."""
+    config = read_config(model.folder)
+    parameters = load_parameters(model.folder, config, torch.float32)
+    parameters.head.weight[5] = float("inf")
+    executor = CpuExecutor(config, parameters, frames=8, max_rows=2, max_pages=4, threads=1)
+    orders = MemoryOrders(table_changes=TableChanges(int32(0, 1), int32(0, 0), int32(1, 2)))
+    (result,) = run(executor, plan([0, 1], [0, 0], [PROMPT[:5], PROMPT[:6]], samples=[True, False], orders=orders))
+    executor.close()
+    assert result.failed.tolist() == [True, False]
+
+
 def test_a_plan_of_orders_alone_is_carried_out(executor: CpuExecutor) -> None:
     executor.pool.data[5] = 3.25
     orders = MemoryOrders(PageCopies(int32(5), int32(6)))
@@ -198,6 +210,36 @@ def test_dtype_follows_the_checkpoint_and_the_processor(model, monkeypatch: pyte
         assert choose_dtype(half, "float16") == torch.float16
 
 
+@pytest.mark.parametrize(
+    ("cores", "times", "chosen"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (4, {}, 4),  # few cores: all of them, nothing is measured
+        (16, {4: 10.0, 8: 6.0, 16: 4.0}, 16),
+        (16, {4: 10.0, 8: 9.0, 16: 20.0}, 8),
+        (24, {4: 9.5, 8: 9.0, 16: 9.6, 24: 9.8}, 24),  # as quick within a tenth: the most, for prefill
+        (64, {4: 5.0, 8: 7.0, 16: 9.0, 32: 20.0, 64: 50.0}, 4),
+    ],
+)
+def test_threads_are_the_most_that_leave_decode_quick(cores: int, times: dict[int, float], chosen: int) -> None:
+    assert choose_threads(cores, times.__getitem__) == chosen
+
+
+def test_threads_are_measured_on_many_cores(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement runs on the real weights, leaves the caller's thread count alone, and the executor works after
+    it.
+    """
+    monkeypatch.setattr("model.cpu_executor.usable_cores", lambda: 6)
+    before = torch.get_num_threads()
+    executor = executor_of(model.folder, threads=0)
+    assert executor.threads in (4, 6)
+    assert torch.get_num_threads() == before
+    (made,) = PlanDriver(executor).generate([PROMPT], 2)
+    executor.close()
+    assert made.output == model.generate(PROMPT, 2)
+
+
 def test_usable_cores_are_at_least_one_and_no_more_than_there_are() -> None:
     import os
 
@@ -209,7 +251,7 @@ def test_golden_prompts(smollm2_folder: Path, golden) -> None:
     """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
     the greedy tokens of transformers' `generate`.
     """
-    executor = executor_of(smollm2_folder, frames=700, max_rows=24, max_pages=100, threads=usable_cores())
+    executor = executor_of(smollm2_folder, frames=700, max_rows=24, max_pages=100)
     made = PlanDriver(executor).generate(
         [entry.prompt for entry in golden], [len(entry.tokens) for entry in golden], budget=64, arrive=1
     )

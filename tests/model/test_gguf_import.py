@@ -123,15 +123,27 @@ def test_the_end_ids_are_kept(make, tmp_path: Path) -> None:
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
 
 
-TEXTS = ["hello", " hello hello", "<start>hello<end>", "a<tool>b", "x 12 and 1 2", "é\n\tü 🙂", "", "hello world  hello"]
+TEXTS = [
+    "hello",
+    " hello hello",
+    "<start>hello<end>",
+    "a<tool>b",
+    "x 12 and 1 2",
+    "é\n\tü 🙂",
+    "",
+    "hello world  hello",
+]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_token_ids_equal_transformers(make, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "pre"),
+    [("gpt2", "gpt-2"), ("gpt2", "llama-bpe"), ("gpt2", "qwen2"), ("gpt2", "tekken"), ("llama", "default")],
+)
+def test_token_ids_equal_transformers(make, tmp_path: Path, kind: str, pre: str) -> None:
     """Against transformers' own conversion of the same file."""
     import transformers
 
-    _, path = make("Llama", "llama", tokenizer=kind)
+    _, path = make("Llama", "llama", tokenizer=kind, pre=pre)
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = Tokenizer.from_file(str(converted(path, tmp_path / "out") / "tokenizer.json"))
     for text in TEXTS:
@@ -153,7 +165,7 @@ def test_a_start_token_is_added_where_the_file_says_so(make, tmp_path: Path) -> 
     """SentencePiece files do by default."""
     _, path = make("Llama", "llama", tokenizer="llama")
     tokenizer = Tokenizer.from_file(str(converted(path, tmp_path / "out") / "tokenizer.json"))
-    assert tokenizer.encode("hello").tokens == ["<start>", "▁hello"]
+    assert tokenizer.encode("hello").tokens == ["<start>", *tokenizer.encode("hello", add_special_tokens=False).tokens]
 
 
 def test_what_is_not_known_is_refused(make, tmp_path: Path) -> None:
@@ -177,6 +189,12 @@ def test_a_broken_tokenizer_is_an_error(make, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("gguf_files.MERGES", ["h e", "he nothing"])
     _, path = make("Llama", "llama")
     with pytest.raises(BadCheckpoint, match="tokenizer cannot be built"):
+        converted(path, tmp_path / "out")
+
+
+def test_an_unknown_pre_tokenizer_is_refused(make, tmp_path: Path) -> None:
+    _, path = make("Llama", "llama", pre="klingon")
+    with pytest.raises(UnsupportedFeature, match=r"'klingon'; known: .*smollm"):
         converted(path, tmp_path / "out")
 
 

@@ -56,6 +56,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     quantize: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     tokenizer: str = "gpt2",
+    pre: str = "smollm",
 ) -> None:
     """Write `reference` (a transformers model) as llama.cpp's converter would. `metadata` overrides, without prefix."""
     config = reference.config
@@ -75,7 +76,7 @@ def write_gguf(
         add(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.rope.freq_base", float(config.rope_parameters["rope_theta"]))
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    add_tokenizer(writer, tokenizer, config.vocab_size)
+    add_tokenizer(writer, tokenizer, pre, config.vocab_size)
     for name, tensor in reference.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -93,16 +94,35 @@ def write_gguf(
     writer.close()
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, kind: str, size: int) -> None:
-    """A small vocabulary of `size` tokens: byte-level ("gpt2") or SentencePiece ("llama")."""
+def add_tokenizer(writer: gguf.GGUFWriter, kind: str, pre: str, size: int) -> None:
+    """A small vocabulary of `size` tokens: byte-level ("gpt2", split as `pre` says) or SentencePiece ("llama")."""
     writer.add_tokenizer_model(kind)
     if kind == "gpt2":
         tokens = ["<end>", "<start>", "<tool>", *byte_alphabet(), "he", "ll", "llo", "hello", "Ġhello", "12"]
         types = [3, 3, 4] + [1] * (len(tokens) - 3)
-        writer.add_tokenizer_pre("smollm")
+        writer.add_tokenizer_pre(pre)
         writer.add_token_merges(MERGES)
     else:
-        pieces = ["▁", "h", "e", "l", "o", "w", "r", "d", "▁h", "he", "ll", "llo", "hello", "▁hello", "▁w", "or", "▁wor", "ld"]
+        pieces = [
+            "▁",
+            "h",
+            "e",
+            "l",
+            "o",
+            "w",
+            "r",
+            "d",
+            "▁h",
+            "he",
+            "ll",
+            "llo",
+            "hello",
+            "▁hello",
+            "▁w",
+            "or",
+            "▁wor",
+            "ld",
+        ]
         tokens = ["<unk>", "<start>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
         types = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
         writer.add_token_scores([0.0] * 259 + [-float(n) for n in range(len(pieces))])

@@ -1,4 +1,4 @@
-"""A device of numpy arrays that carries out mm's orders: its frames hold token ids, so that reads can be checked.
+"""A device of numpy arrays that carries out mm's orders: its frames hold what is written, so that reads can be checked.
 
 Frames that become free are filled with junk, so a stale reference shows at once.
 """
@@ -23,14 +23,18 @@ class SimulatedDevice:
         assert not np.intersect1d(sources, targets).size, "a copy reads what another one writes"
         self.pool[targets] = self.pool[sources]
         changes = orders.table_changes
+        assert (changes.frames >= 0).all(), "an entry that names no frame"
+        places = changes.rows.astype(np.int64) * self.tables.shape[1] + changes.pages
+        assert len(np.unique(places)) == len(places), "an entry is changed twice"
         self.tables[changes.rows, changes.pages] = changes.frames
 
     def write(self, row: int, position: int, tokens: list[int]) -> None:
         """Write `tokens` at `position` ... of `row`, through the device's page table."""
+        frames = self.memory.frames
         for offset, token in enumerate(tokens):
             page, slot = divmod(position + offset, self.memory.page_size)
             frame = self.tables[row, page]
-            self.writes_to_shared += int(self.memory.frames.references[frame] != 1)
+            self.writes_to_shared += int(frames.references[frame] != 1 or frames.sealed[frame])
             self.pool[frame, slot] = token
 
     def read(self, row: int, length: int) -> list[int]:

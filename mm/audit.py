@@ -1,0 +1,276 @@
+"""Recounts all of memory from the ground up and lists every discrepancy: the page tables, the cache, the lists, the
+swap map and the copies in flight are read, and everything that is kept as a count or a flag is compared with them.
+
+It costs as much as memory is large: for tests after each operation, for an idle engine, and for operators.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mm.addresses import ABSENT, BoolArray, Int32Array, Int64Array, pages_for, slot_entry
+from mm.lru import Kind
+
+if TYPE_CHECKING:
+    from mm.memory_manager import MemoryManager
+
+MOST = 100
+"""Discrepancies of one kind that are listed."""
+
+
+def find_discrepancies(memory: "MemoryManager") -> list[str]:
+    """Every discrepancy in words, with the last owner of the frame where it is about one; empty when all is well."""
+    return [
+        *_page_tables(memory),
+        *_frames(memory),
+        *_slots(memory),
+        *_cache(memory),
+        *_lists(memory),
+        *_pins(memory),
+        *_tenants(memory),
+        *_publisher(memory),
+    ]
+
+
+def _differences(memory: "MemoryManager", kept: Int32Array, counted: Int32Array, words: str) -> Iterator[str]:
+    """A line for each frame whose kept number is not the counted one; `words` has a place for either."""
+    for frame in np.flatnonzero(kept != counted)[:MOST].tolist():
+        yield f"frame {frame}{_last_owner(memory, frame)}: " + words.format(kept[frame], counted[frame])
+
+
+def _last_owner(memory: "MemoryManager", frame: int) -> str:
+    owner = memory.last_owner(frame)
+    return f" (last of {owner})" if owner else ""
+
+
+def _page_tables(memory: "MemoryManager") -> Iterator[str]:
+    """Invariants 4 and 6: what each row's entries may say."""
+    tables, leaving = memory.tables, _leaving_per_row(memory)
+    for row, owner in enumerate(tables.owners):
+        pages = pages_for(int(tables.lengths[row]), memory.page_size)
+        mapped = tables.entries[row, :pages]
+        frames, slots = mapped[mapped >= 0], slot_entry(mapped[mapped < ABSENT])
+        if owner is None and tables.lengths[row]:
+            yield f"row {row} belongs to nobody and has {tables.lengths[row]} positions"
+        if (mapped == ABSENT).any() or (frames >= memory.frames.total).any() or (slots >= memory.swap.total).any():
+            yield f"row {row} ({owner}): a page is nowhere among {mapped.tolist()}"
+        if len(np.unique(mapped)) < pages:
+            yield f"row {row} ({owner}): a page stands twice in {mapped.tolist()}"
+        if (tables.entries[row, pages:] != ABSENT).any():
+            yield f"row {row} ({owner}): an entry past its {pages} pages"
+        if pages * memory.page_size > tables.lengths[row] and mapped[-1] >= 0 and not tables.exposed[row]:
+            last = mapped[-1]
+            if memory.frames.references[last] > 1 or memory.frames.sealed[last]:
+                yield f"row {row} ({owner}) would write into frame {last}, which is not its own"
+        if tables.barred[row] != len(slots) + leaving[row]:
+            yield f"row {row} ({owner}): barred {tables.barred[row]}, {len(slots)} in swap, {leaving[row]} leaving"
+
+
+def _leaving_per_row(memory: "MemoryManager") -> Int32Array:
+    counted = np.zeros(memory.tables.max_rows, np.int32)
+    for transfer in memory.swapper.in_flight.values():
+        if (leaving := transfer.leaving) is not None:
+            current = memory.tables.epochs[leaving.rows] == leaving.epochs
+            np.add.at(counted, leaving.rows[current], 1)
+    return counted
+
+
+def _entries_in_use(memory: "MemoryManager") -> Int32Array:
+    tables = memory.tables
+    return np.concatenate([tables.mapped(row) for row in range(tables.max_rows)])
+
+
+def _frames(memory: "MemoryManager") -> Iterator[str]:
+    """Invariants 1, 2 and 4: every reference, and the free list."""
+    frames, entries = memory.frames, _entries_in_use(memory)
+    counted = np.bincount(entries[(entries >= 0) & (entries < frames.total)], minlength=frames.total)
+    yield from _differences(memory, frames.references, counted.astype(np.int32), "{} references, {} holders")
+    free = frames.free_list
+    if len(np.unique(free)) < len(free):
+        yield "a frame stands twice in the free list"
+    is_free = np.zeros(frames.total, np.bool_)
+    is_free[free] = True
+    held = (frames.references > 0) | (frames.pins > 0) | (memory.cache.entries_of_frames != ABSENT)
+    for frame in np.flatnonzero(is_free == held)[:MOST].tolist():
+        state = "free and held" if is_free[frame] else "neither free nor held: leaked"
+        yield f"frame {frame}{_last_owner(memory, frame)} is {state}"
+    sealed = (memory.cache.entries_of_frames != ABSENT) | (memory.swap.slots_of_frames != ABSENT)
+    for frame in np.flatnonzero(frames.sealed != sealed)[:MOST].tolist():
+        yield f"frame {frame}{_last_owner(memory, frame)}: sealed {frames.sealed[frame]}, should be {sealed[frame]}"
+
+
+def _slots(memory: "MemoryManager") -> Iterator[str]:
+    """Invariants 8 and 9: every reference to a slot, the twins, and the free list."""
+    swap, entries = memory.swap, _entries_in_use(memory)
+    slots = slot_entry(entries[entries < ABSENT])
+    counted = np.bincount(slots[slots < swap.total], minlength=swap.total)
+    kept = np.asarray(swap.references)
+    for slot in np.flatnonzero(kept != counted)[:MOST].tolist():
+        yield f"slot {slot}: {kept[slot]} references, {counted[slot]} holders"
+    if swap.sequence_slots != np.count_nonzero(counted):
+        yield f"{swap.sequence_slots} slots of Sequences, counted {np.count_nonzero(counted)}"
+    promised = sum(len(t.orders.out_slots) for t in memory.swapper.in_flight.values() if t.leaving is not None)
+    if swap.promised_slots != promised:
+        yield f"{swap.promised_slots} slots promised, counted {promised}"
+    for slot in range(swap.total):
+        twin, entry = swap.twin[slot], swap.entry[slot]
+        if twin != ABSENT and swap.slot_of_frame[twin] != slot:
+            yield f"slot {slot}: its twin, frame {twin}, names slot {swap.slot_of_frame[twin]}"
+        if entry != ABSENT and memory.cache.slot[entry] != slot:
+            yield f"slot {slot}: its entry {entry} names slot {memory.cache.slot[entry]}"
+        if entry != ABSENT and twin != memory.cache.frame[entry]:
+            yield f"slot {slot}: twin {twin}, but its entry {entry} is in frame {memory.cache.frame[entry]}"
+    linked = np.flatnonzero(memory.swap.slots_of_frames != ABSENT)
+    for frame in linked[[swap.twin[swap.slot_of_frame[f]] != f for f in linked.tolist()]][:MOST].tolist():
+        yield f"frame {frame}: its slot {swap.slot_of_frame[frame]} does not name it"
+    is_held = _is_slot_held(memory)
+    free = swap.free_list
+    if len(set(free)) < len(free):
+        yield "a slot stands twice in the free list"
+    is_free = np.zeros(swap.total, np.bool_)
+    is_free[free] = True
+    for slot in np.flatnonzero(is_free == is_held)[:MOST].tolist():
+        yield f"slot {slot} is {'free and held' if is_free[slot] else 'neither free nor held: leaked'}"
+
+
+def _is_slot_held(memory: "MemoryManager") -> BoolArray:
+    swap = memory.swap
+    held: BoolArray = np.asarray(swap.references) > 0
+    held |= np.asarray(swap.pins) > 0
+    held |= np.asarray(swap.entry) != ABSENT
+    held |= np.asarray(swap.twin) != ABSENT
+    return held
+
+
+def _cache(memory: "MemoryManager") -> Iterator[str]:
+    """Invariant 10: an entry is in the index, its place names it, and the numbers agree."""
+    cache = memory.cache
+    used = np.flatnonzero(cache.in_use()).tolist()
+    if len(used) != len(cache.index):
+        yield f"{len(used)} entries in use, {len(cache.index)} in the index"
+    for entry in used:
+        key, frame, slot = cache.keys[entry], cache.frame[entry], cache.slot[entry]
+        if key is None or cache.index.get(key) != entry:
+            yield f"entry {entry} is not in the index under its key"
+        if frame == ABSENT and slot == ABSENT:
+            yield f"entry {entry} is nowhere"
+        if frame != ABSENT and cache.entry_of_frame[frame] != entry:
+            yield f"entry {entry}: its frame {frame} names entry {cache.entry_of_frame[frame]}"
+        if slot != ABSENT and memory.swap.entry[slot] != entry:
+            yield f"entry {entry}: its slot {slot} names entry {memory.swap.entry[slot]}"
+        if len(cache.content[entry]) != 4 * memory.page_size:
+            yield f"entry {entry} has {len(cache.content[entry])} bytes of content"
+    named = np.flatnonzero(cache.entries_of_frames != ABSENT).tolist()
+    for frame in named:
+        entry = cache.entry_of_frame[frame]
+        if cache.frame[entry] != frame:
+            yield f"frame {frame}: its entry {entry} does not name it"
+        if memory.swap.slot_of_frame[frame] != cache.slot[entry]:
+            yield f"frame {frame}: twin {memory.swap.slot_of_frame[frame]}, but its entry {entry} has another slot"
+    yield from cache.discrepancies()
+
+
+def _lists(memory: "MemoryManager") -> Iterator[str]:
+    """A page is on the list that its state says, and on no other."""
+    lru, cache, swap, frames = memory.lru, memory.cache, memory.swap, memory.frames
+    should: dict[int, int] = {}
+    for entry in np.flatnonzero(cache.in_use()).tolist():
+        frame, slot = cache.frame[entry], cache.slot[entry]
+        if frame != ABSENT:
+            if not frames.references[frame] and not frames.pins[frame]:
+                should[entry] = int(memory.tenants.of_frame[frame]) * len(Kind) + lru.active[entry]
+        elif not swap.references[slot] and not swap.pins[slot]:
+            should[entry] = int(memory.tenants.of_slot[slot]) * len(Kind) + Kind.SWAPPED
+    on: dict[int, int] = {}
+    for number in range(len(memory.tenants.names) * len(Kind)):
+        members = lru.lists.members(number)
+        if len(members) != lru.lists.sizes[number]:
+            yield f"list {number} has {len(members)} pages, counted {lru.lists.sizes[number]}"
+        on |= dict.fromkeys(members, number)
+    for entry in sorted(should.keys() | on.keys()):
+        if not should.get(entry, ABSENT) == on.get(entry, ABSENT) == lru.lists.on[entry]:
+            yield (
+                f"entry {entry} should be on list {should.get(entry)}, stands on {on.get(entry)}, "
+                f"and is marked {lru.lists.on[entry]}"
+            )
+    idle = sum(number % len(Kind) != Kind.SWAPPED for number in should.values())
+    if idle != lru.idle_pages:
+        yield f"{lru.idle_pages} idle pages, counted {idle}"
+    active = int(np.count_nonzero(np.asarray(lru.active)[cache.in_use()]))
+    if active != lru.active_pages or active != np.count_nonzero(np.asarray(lru.active)):
+        yield f"{lru.active_pages} active pages, counted {active}"
+    clean = {
+        slot for slot in range(swap.total) if swap.twin[slot] >= 0 and not swap.references[slot] and not swap.pins[slot]
+    }
+    if clean != set(swap.clean.members(0)) or len(clean) != swap.clean.sizes[0]:
+        yield f"clean slots are {sorted(clean)}, the list has {swap.clean.members(0)} ({swap.clean.sizes[0]})"
+
+
+def _pins(memory: "MemoryManager") -> Iterator[str]:
+    """Invariant 7: pins are exactly the places of the copies in flight."""
+    frames = np.zeros(memory.frames.total, np.int32)
+    slots = np.zeros(memory.swap.total, np.int32)
+    arriving = 0
+    for transfer in memory.swapper.in_flight.values():
+        orders = transfer.orders
+        arriving += len(orders.out_frames)
+        for places, counted in ((orders.out_frames, frames), (orders.in_frames, frames)):
+            np.add.at(counted, places, 1)
+        for places, counted in ((orders.out_slots, slots), (orders.in_slots, slots)):
+            np.add.at(counted, places, 1)
+    yield from _differences(memory, memory.frames.pins, frames, "{} pins, {} copies in flight")
+    for slot in np.flatnonzero(np.asarray(memory.swap.pins) != slots)[:MOST].tolist():
+        yield f"slot {slot}: {memory.swap.pins[slot]} pins, {slots[slot]} copies in flight"
+    if arriving != memory.arriving_frames:
+        yield f"{memory.arriving_frames} frames arriving, counted {arriving}"
+
+
+def _tenants(memory: "MemoryManager") -> Iterator[str]:
+    """Invariant 11: every held frame is charged once, a mapped one to a tenant that maps it."""
+    tenants, frames = memory.tenants, memory.frames
+    count = len(tenants.names)
+    held = np.ones(frames.total, np.bool_)
+    held[frames.free_list] = False
+    usage = np.bincount(tenants.of_frame[held], minlength=count)
+    used = np.ones(memory.swap.total, np.bool_)
+    used[memory.swap.free_list] = False
+    swap_usage = np.bincount(tenants.of_slot[used], minlength=count)
+    for tenant, name in enumerate(tenants.names):
+        if usage[tenant] != tenants.usage[tenant]:
+            yield f"tenant {name} is charged {tenants.usage[tenant]} frames, counted {usage[tenant]}"
+        if swap_usage[tenant] != tenants.swap_usage[tenant]:
+            yield f"tenant {name} is charged {tenants.swap_usage[tenant]} slots, counted {swap_usage[tenant]}"
+    by_tenant = _references_by_tenant(memory, count)
+    mapped = np.flatnonzero(frames.references > 0)
+    home = by_tenant[mapped, tenants.of_frame[mapped]]
+    for frame in mapped[home == 0][:MOST].tolist():
+        yield f"frame {frame} is charged to {tenants.names[tenants.of_frame[frame]]}, who does not map it"
+    by_tenant[mapped, tenants.of_frame[mapped]] = 0
+    foreign = {
+        frame: {tenant: int(by_tenant[frame, tenant]) for tenant in np.flatnonzero(by_tenant[frame]).tolist()}
+        for frame in np.flatnonzero(by_tenant.any(axis=1)).tolist()
+    }
+    if foreign != tenants.foreign:
+        yield f"foreign references are {tenants.foreign}, counted {foreign}"
+    if set(np.flatnonzero(tenants.has_foreign).tolist()) != foreign.keys():
+        yield f"frames marked foreign are {np.flatnonzero(tenants.has_foreign).tolist()}, counted {sorted(foreign)}"
+
+
+def _references_by_tenant(memory: "MemoryManager", count: int) -> Int64Array:
+    """(frames, tenants): references of each tenant's rows to each frame."""
+    counted = np.zeros((memory.frames.total, count), np.int64)
+    for row in range(memory.tables.max_rows):
+        entries = memory.tables.mapped(row)
+        np.add.at(counted, (entries[entries >= 0], memory.tables.tenants[row]), 1)
+    return counted
+
+
+def _publisher(memory: "MemoryManager") -> Iterator[str]:
+    """Rows that are in nobody's hands publish nothing, and every page being written has a writer that lives."""
+    tables = memory.tables
+    yield from (
+        f"a page is being written by row {writer.row} of {writer.owner}, who is gone"
+        for writer in memory.publisher.writing.values()
+        if tables.epochs[writer.row] != writer.epoch or tables.owners[writer.row] is None
+    )
