@@ -120,7 +120,7 @@ def _restricted(mass: Tensor, logits: Tensor, top_k: Int64Array, top_p: npt.NDAr
             break
         width = min(vocabulary, 8 * width)
     kept = ((running < wanted).sum(-1, keepdim=True) + 1).clamp_(max=width)  # the fewest that reach the share
-    kept = torch.where(shares < 1, torch.minimum(kept, counts_all), counts_all)
+    kept = torch.where(shares < 1, kept, counts_all)
     edge = values.gather(1, kept - 1)
     above = (values > edge).sum(-1, keepdim=True)
     equal = logits == edge

@@ -27,6 +27,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: SamplingParameters
     end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
     tenant: str = "default"
+    prefix_cache: bool = True  # read and fill the page cache
+    cache_salt: str = ""  # cached pages are shared among equal salts only
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -45,6 +47,15 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 Message = Submit | Cancel | Finish
 
 
+class MissInfo(msgspec.Struct, frozen=True):
+    """Why the prompt's tokens from `position` on were not served from the page cache (mm.lookup.MissReason)."""
+
+    reason: str
+    position: int
+    evicted_s: float | None = None  # EVICTED: the engine's clock when it went, ...
+    evicted_for: str = ""  # ... and the request that needed the frame
+
+
 class Ended(msgspec.Struct, frozen=True):
     """A Sequence ended, with its numbers. Times are seconds of the engine's monotonic clock."""
 
@@ -54,6 +65,7 @@ class Ended(msgspec.Struct, frozen=True):
     end_token: int = -1  # the end id that was sampled, for reason "stop"
     output_tokens: int = 0
     cached_tokens: int = 0
+    miss: MissInfo | None = None  # None if it did not ask the cache, or never ran
     preemptions: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0

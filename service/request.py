@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mm import AddressSpace
+from mm import AddressSpace, ContentChain, Miss
 from mm.addresses import Int32Array
 from model.step_plan import SamplingParameters
 from service.engine_client import Submit
@@ -33,6 +33,8 @@ class Sequence:
     sequence_id: int
     request_id: str
     tenant: str
+    uses_cache: bool  # reads and fills the page cache
+    cache_salt: str  # shares cached pages with equal salts only
     prompt_tokens: int
     max_tokens: int
     sampling: SamplingParameters
@@ -44,6 +46,12 @@ class Sequence:
     state: State = State.WAITING
     space: AddressSpace | None = None
     in_flight: int = 0  # sampled tokens of steps that were submitted before it was preempted and are not committed yet
+    chain: ContentChain | None = None  # names of its pages, while it waits
+    awaited_steps: int = 0  # steps it waited for pages that others computed
+    blocked_at: int = -1  # available frames when it last did not fit
+    cached_of_row: int = 0  # tokens that were cached when it last entered a row
+    cached_tokens: int = 0  # the same, the first time: what the client is told
+    miss: Miss | None = None  # why no more was cached, the first time
     preemptions: int = 0
     admitted_s: float | None = None  # the first time
     first_token_s: float | None = None
@@ -55,6 +63,8 @@ class Sequence:
             sequence_id=message.sequence_id,
             request_id=message.request_id,
             tenant=message.tenant,
+            uses_cache=message.prefix_cache,
+            cache_salt=message.cache_salt,
             prompt_tokens=len(message.prompt_ids),
             max_tokens=message.max_tokens,
             sampling=message.sampling,

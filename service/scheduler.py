@@ -23,20 +23,29 @@ Rules, cited by number below:
   2. Only a younger Sequence is preempted for an older one, so the oldest always gets on; the youngest goes first.
   3. A preempted Sequence waits at the head of the queue, and until its tokens in flight are committed.
   4. Admission needs frames for all tokens of the Sequence, what running prefills still need, and headroom for decodes.
+  5. Who needs pages that another is just computing waits for them, up to AWAIT_STEPS steps, and lets others go ahead.
+  6. Pages are cached at commit, when the step that filled them is known to be good.
 """
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
-from mm import MemoryManager, pages_for
+from mm import MemoryManager, Miss, Namespace, PrefixMatch, pages_for
 from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
-from service.engine_client import Ended, EndReason
+from service.engine_client import Ended, EndReason, MissInfo
 from service.request import Sequence, State
+from service.rows import RunningRows
 
-NO_TOKEN = -2  # pads the rows of end ids: no token has this id
+LOOK_AHEAD = 32
+"""Waiting Sequences that one step looks at: those in front may be waiting for pages that others compute."""
+
+AWAIT_STEPS = 64
+"""Steps that a Sequence waits at most for pages that others compute; then it computes them itself."""
+
 NOT_FINITE = "the model produced numbers that are not finite for this request"
 
 
@@ -88,52 +97,6 @@ class _Submitted:
     steady: _Steady | None
 
 
-class _Rows:
-    """The running Sequences as a struct of arrays, by row. A row that nobody runs in has remaining 0 and limit 0."""
-
-    def __init__(self, rows: int, max_length: int) -> None:
-        self.sequences: list[Sequence | None] = [None] * rows
-        self.tokens: Int32Array = np.empty(
-            (rows, max_length), np.int32
-        )  # the system gives memory to touched pages only
-        self.known: Int32Array = np.zeros(rows, np.int32)
-        self.remaining: Int32Array = np.zeros(rows, np.int32)
-        self.limit: Int32Array = np.zeros(rows, np.int32)
-        self.prompt: Int32Array = np.zeros(rows, np.int32)
-        self.arrival: Int64Array = np.zeros(rows, np.int64)
-        self.epoch: Int64Array = np.zeros(rows, np.int64)  # grows each time a row changes hands
-        self.front_end: Int32Array = np.zeros(rows, np.int32)
-        self.sequence_id: Int64Array = np.zeros(rows, np.int64)
-        self.last_token_s: FloatArray = np.full(rows, np.nan)
-        self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
-
-    def enter(self, row: int, sequence: Sequence, arrival: int) -> None:
-        count = len(sequence.tokens)
-        self.sequences[row] = sequence
-        self.tokens[row, :count] = sequence.tokens
-        self.known[row] = self.remaining[row] = count
-        self.limit[row] = sequence.limit
-        self.prompt[row] = sequence.prompt_tokens
-        self.arrival[row] = arrival
-        self.front_end[row] = sequence.front_end
-        self.sequence_id[row] = sequence.sequence_id
-        self.last_token_s[row] = np.nan
-        missing = len(sequence.end_ids) - self.end_ids.shape[1]
-        if missing > 0:
-            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.end_ids[row] = NO_TOKEN
-        self.end_ids[row, : len(sequence.end_ids)] = sequence.end_ids
-
-    def leave(self, row: int) -> None:
-        """The tokens known so far go back to the Sequence."""
-        sequence = self.sequences[row]
-        assert sequence is not None
-        sequence.tokens = self.tokens[row, : self.known[row]].copy()
-        self.sequences[row] = None
-        self.known[row] = self.remaining[row] = self.limit[row] = 0
-        self.epoch[row] += 1
-
-
 class Scheduler:
     """Continuous batching over the rows of `memory`."""
 
@@ -148,7 +111,7 @@ class Scheduler:
         self.preemptions = 0
         self._step = 0
         self._admissions = 0
-        self._rows = _Rows(rows, settings.max_length)
+        self._rows = RunningRows(rows, settings.max_length)
         self._submitted: deque[_Submitted] = deque()
         self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
         self._entered: list[Sequence] = []  # rows whose sampling parameters the next plan carries
@@ -170,9 +133,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
+        self.memory.turn(now, self._step + 1)
         if (steady := self._steady) is not None:
             nobody_enters = not self.waiting or not self.memory.tables.free_rows
-            if nobody_enters and steady.steps > 0 and len(steady.rows) <= self.memory.free_frames:
+            if nobody_enters and steady.steps > 0 and len(steady.rows) <= self.memory.available_frames:
                 return self._steady_plan(steady)
         decodes = self._choose_decodes()
         decodes, chunks = self._choose_prefills(decodes)
@@ -198,13 +162,14 @@ class Scheduler:
         state.known[rows] += 1
         gaps = now - state.last_token_s[rows]
         state.last_token_s[rows] = now
+        self._publish(submitted, result)
         for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
-            self._at(row).first_token_s = now
+            self._rows.at(row).first_token_s = now
         committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps, [])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
         self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], now)
         for row in all_rows[mine & failed].tolist():
-            sequence = self._at(row)
+            sequence = self._rows.at(row)
             committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
         return committed if mine.all() else self._commit_bereft(committed, submitted, result, sampled[~mine], now)
 
@@ -230,6 +195,8 @@ class Scheduler:
             reason=reason,
             message=message,
             end_token=end_token if reason == "stop" else -1,
+            cached_tokens=sequence.cached_tokens,
+            miss=_miss_info(sequence.miss),
             output_tokens=len(sequence.tokens) - sequence.prompt_tokens if output is None else output,
             preemptions=sequence.preemptions,
             queue_s=(now if admitted is None else admitted) - sequence.submitted_s,
@@ -269,6 +236,7 @@ class Scheduler:
         state.known[rows] = known
         gaps = now - state.last_token_s[rows]
         state.last_token_s[rows] = now
+        self.memory.publish(rows, known - 1, state.tokens)
         committed = Committed(steady.front_ends, steady.sequence_ids, tokens, gaps, [])
         over = steady.steps <= 1  # the limits are known ahead: two steps are on their way at most
         if steady.has_end_ids or over:
@@ -277,12 +245,18 @@ class Scheduler:
                 self._end_rows(committed, rows, stopped, known == state.limit[rows], now)
         return committed
 
+    def _publish(self, submitted: _Submitted, result: StepResult) -> None:
+        """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""
+        plan = submitted.plan
+        good = (submitted.epochs == self._rows.epoch[plan.rows]) & ~result.failed
+        self.memory.publish(plan.rows[good], plan.lengths[good], self._rows.tokens)
+
     def _end_rows(
         self, committed: Committed, rows: Int32Array, stopped: BoolArray, full: BoolArray, now: float
     ) -> None:
         """End the Sequences of `rows` that sampled an end token or are as long as they may be."""
         for i in np.flatnonzero(stopped | full).tolist():
-            sequence = self._at(int(rows[i]))
+            sequence = self._rows.at(int(rows[i]))
             reason: EndReason = "stop" if stopped[i] else "length"
             token = int(committed.tokens[i])
             committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
@@ -293,7 +267,7 @@ class Scheduler:
         """(N,) rows with one token to compute; the youngest are preempted until each has its frame (rule 2)."""
         state, lengths = self._rows, self.memory.tables.lengths
         rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
-        while len(rows) > self.memory.free_frames and self._frames_of_decodes(rows) > self.memory.free_frames:
+        while len(rows) > (free := self.memory.available_frames) and self._frames_of_decodes(rows) > free:
             self._preempt(next(reversed(self.running.values())))
             rows = rows[state.remaining[rows] > 0]
         return rows
@@ -310,13 +284,13 @@ class Scheduler:
             return decodes, chunks
         budget = self.settings.max_batched_tokens - len(decodes)
         taken = self._frames_of_decodes(decodes)
-        for sequence in [self._at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
+        for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
             if budget <= 0 or sequence.state is not State.RUNNING:
                 break  # preempted for an older one, and so are all after it
             row = self._row(sequence)
             count = min(int(state.remaining[row]), budget)
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
-            while frames > self.memory.free_frames - taken:
+            while frames > self.memory.available_frames - taken:
                 victim = next(reversed(self.running.values()))
                 if victim is sequence:
                     return decodes, chunks  # the youngest waits: the older ones will end
@@ -334,25 +308,45 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]] = []
         if not self.waiting or budget <= 0:
             return chunks
-        state, tables, total_frames = self._rows, self.memory.tables, self.memory.frames.total
+        state, tables = self._rows, self.memory.tables
         prefilling = np.flatnonzero(state.remaining > 1).astype(np.int32)
         totals = tables.lengths[prefilling] + state.remaining[prefilling]
         promised = -(-totals // tables.page_size) - tables.pages(prefilling)
-        free = self.memory.free_frames - self._frames_of_decodes(decodes) - int(promised.sum())
-        while self.waiting and budget > 0 and tables.free_rows:
-            sequence = next(iter(self.waiting.values()))
-            if sequence.in_flight:
-                break  # rule 3
+        free = self.memory.available_frames - self._frames_of_decodes(decodes) - int(promised.sum())
+        for sequence in list(islice(self.waiting.values(), LOOK_AHEAD)):
+            if budget <= 0 or not tables.free_rows or sequence.in_flight or free <= sequence.blocked_at:
+                break  # rule 3; or no more is free than when it did not fit
+            match = self._look_up(sequence)
+            if match is not None and self._should_await(sequence, match):
+                continue  # rule 5
             count = len(sequence.tokens)
             frames = pages_for(count, tables.page_size)
-            headroom = max(int(total_frames * self.settings.admission_headroom), len(self.running))
+            if match is not None:
+                frames = match.frames_for(count, tables.page_size) + match.idle_frames
+            headroom = max(int(self.memory.frames.total * self.settings.admission_headroom), len(self.running))
             if frames + (headroom if self.running else 0) > free:
+                sequence.blocked_at = free
                 break
-            self._enter(sequence, now)
-            chunks.append((sequence, min(count, budget)))
+            self._enter(sequence, match, now)
             free -= frames
-            budget -= min(count, budget)
+            chunks.append((sequence, min(count - sequence.cached_of_row, budget)))
+            budget -= chunks[-1][1]
         return chunks
+
+    def _look_up(self, sequence: Sequence) -> PrefixMatch | None:
+        """What of its tokens is cached; None if it does not use the cache."""
+        if not sequence.uses_cache:
+            return None
+        if sequence.chain is None:
+            sequence.chain = self.memory.chain(sequence.tokens, Namespace(salt=sequence.cache_salt), sequence.tenant)
+        return self.memory.lookup(sequence.chain, resident_only=True)
+
+    def _should_await(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Whether another Sequence is just computing what this one needs next (rule 5)."""
+        if match.awaited is None or sequence.awaited_steps >= AWAIT_STEPS:
+            return False
+        sequence.awaited_steps += 1
+        return self.memory.is_being_written(match.awaited)
 
     def _plan(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         state = self._rows
@@ -398,7 +392,7 @@ class Scheduler:
         """What the next steps will share with a plan in which all rows decode."""
         state, rows = self._rows, plan.rows
         starts = plan.starts + 1
-        width = max(len(self._at(row).end_ids) for row in rows.tolist())
+        width = max(len(self._rows.at(row).end_ids) for row in rows.tolist())
         return _Steady(
             rows=rows,
             ones=np.ones(len(rows), np.int32),
@@ -414,18 +408,23 @@ class Scheduler:
 
     # --- moving between states
 
-    def _enter(self, sequence: Sequence, now: float) -> None:
-        """WAITING -> RUNNING."""
+    def _enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
+        """WAITING -> RUNNING, with what is cached of its tokens."""
         del self.waiting[sequence.key]
-        sequence.space = self.memory.create(sequence.request_id)
+        sequence.space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match)
+        sequence.chain = None  # a preempted one has more tokens when it returns
+        sequence.blocked_at = -1
+        sequence.cached_of_row = sequence.space.length
         self._admissions += 1
         self._steady = None
-        self._rows.enter(sequence.space.row, sequence, self._admissions)
+        self._rows.enter(sequence.space.row, sequence, self._admissions, sequence.cached_of_row)
         self.running[sequence.key] = sequence
         self._entered.append(sequence)
         sequence.state = State.RUNNING
         if sequence.admitted_s is None:
             sequence.admitted_s = now
+            sequence.cached_tokens = sequence.cached_of_row
+            sequence.miss = None if match is None else match.miss
 
     def _leave(self, sequence: Sequence) -> None:
         """RUNNING -> nowhere: the row and all frames are free again."""
@@ -483,12 +482,13 @@ class Scheduler:
             committed.ended,
         )
 
-    def _at(self, row: int) -> Sequence:
-        sequence = self._rows.sequences[row]
-        assert sequence is not None
-        return sequence
-
     @staticmethod
     def _row(sequence: Sequence) -> int:
         assert sequence.space is not None
         return sequence.space.row
+
+
+def _miss_info(miss: Miss | None) -> MissInfo | None:
+    if miss is None:
+        return None
+    return MissInfo(str(miss.reason), miss.position, miss.evicted_s, miss.evicted_for or "")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampler import MASS_BITS, SamplingRows, philox, random_words, sample
+from model.sampler import MASS_BITS, SamplingRows, _high_product, philox, random_words, sample
 from model.step_plan import RowSettings, SamplingParameters
 
 
@@ -174,6 +174,13 @@ def test_a_row_that_is_not_finite_is_flagged_and_harms_nobody(bad: float) -> Non
         assert failed.tolist() == [r == row for r in range(4)]
         assert [t for r, t in enumerate(tokens.tolist()) if r != row] == [t for r, t in enumerate(before) if r != row]
         assert 0 <= tokens[row] < 100
+
+
+@given(random=st.integers(0, 2**64 - 1), total=st.integers(0, 2**63 - 1))
+def test_the_scaled_random_number_is_exact(random: int, total: int) -> None:
+    """Every carry between the 32-bit halves: compared with Python's long integers."""
+    product = _high_product(np.array([random], np.uint64), torch.tensor([[total]]))
+    assert product.item() == random * total >> 64
 
 
 @settings(max_examples=150, deadline=None)

@@ -73,7 +73,7 @@ class House:
 
     @property
     def free_frames(self) -> int:
-        return self.engine.scheduler.memory.free_frames
+        return self.engine.scheduler.memory.available_frames
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ async def engine(folder: Path, device: str, **settings: Any) -> AsyncIterator[As
     task = asyncio.create_task(assembly.engine.run())
     try:
         yield assembly
-        assert assembly.engine.scheduler.memory.free_frames == assembly.executor.frames
+        assert assembly.engine.scheduler.memory.available_frames == assembly.executor.frames
         assembly.engine.scheduler.memory.check_invariants()
     finally:
         assembly.engine.stop()

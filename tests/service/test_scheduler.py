@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ class Driver:
     ended: dict[int, Ended] = field(default_factory=dict)
     now: float = 0.0
 
-    def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = ()) -> Sequence:
-        message = Submit(len(self.output), "r", prompt, max_tokens, SamplingParameters(temperature=0.0), list(end_ids))
+    def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), **options: Any) -> Sequence:
+        greedy = SamplingParameters(temperature=0.0)
+        message = Submit(len(self.output), "r", prompt, max_tokens, greedy, list(end_ids), **options)
         sequence = Sequence.from_submit(message, 0, self.now)
         self.output[sequence.sequence_id] = []
         self.scheduler.add(sequence)
@@ -59,7 +61,7 @@ class Driver:
             self.step()
             steps += 1
             assert steps < limit, "no end: a livelock"
-        assert self.scheduler.memory.free_frames == self.scheduler.memory.frames.total
+        assert self.scheduler.memory.available_frames == self.scheduler.memory.frames.total
         assert not self.scheduler._bereft
         return steps
 
@@ -314,3 +316,130 @@ def test_token_gaps_are_measured_per_sequence() -> None:
     driver.run()
     assert np.isnan(gaps[0])
     assert gaps[1:] == [1.0, 1.0]
+
+
+# --- the page cache in the request path
+
+
+def test_a_repeated_prompt_is_cached_but_for_its_last_token() -> None:
+    """C11: at least one token is computed anew, and the cached run is the same as the first one."""
+    for length in (1, 3, 4, 5, 7, 8, 9, 20):
+        driver = make(page_size=4)
+        for _ in range(3):
+            driver.submit(prompt_of(length), 9)
+            driver.run()
+        assert driver.output[0] == driver.output[1] == driver.output[2] == expected_output(prompt_of(length), 9)
+        assert driver.ended[0].cached_tokens == 0
+        assert (
+            driver.ended[1].cached_tokens == driver.ended[2].cached_tokens == length - 1
+        )  # its answer filled the pages
+
+
+def test_a_second_turn_finds_the_pages_of_the_answer() -> None:
+    """Pages of generated tokens are cached too: a chat that goes on computes its new tokens only."""
+    driver = make(page_size=4)
+    driver.submit(prompt_of(10), 14)
+    driver.run()
+    turn = prompt_of(10) + driver.output[0] + [1, 2, 3]
+    driver.submit(turn, 5)
+    driver.run()
+    assert driver.ended[1].cached_tokens == 20  # 23 tokens were computed (not the last one sampled): 5 whole pages
+    assert driver.output[1] == expected_output(turn, 5)
+
+
+def test_prompts_that_part_inside_a_page_share_its_matching_tokens_by_copy() -> None:
+    driver = make(page_size=4)
+    driver.submit(prompt_of(12), 3)
+    driver.run()
+    other = [*prompt_of(12)[:10], 49, 48, 47]
+    driver.submit(other, 6)
+    driver.run()
+    assert driver.ended[1].cached_tokens == 10
+    assert driver.scheduler.memory.counters().cow_fault == 1
+    assert driver.output[1] == expected_output(other, 6)
+
+
+def test_who_needs_pages_that_another_computes_waits_for_them() -> None:
+    """Rule 5: twenty requests with one new system prompt compute it once."""
+    driver = make(frames=200, page_size=4, rows=20, max_batched_tokens=32)
+    system = prompt_of(60)
+    for i in range(20):
+        driver.submit([*system, i, i + 1], 4)
+    driver.run()
+    computed = sum(int((np.diff(plan.query_starts)[plan.decodes :]).sum()) for plan in driver.executor.plans)
+    assert computed < 62 + 20 * 4  # the first prompt whole, of the others their own tail
+    for i in range(20):
+        assert driver.output[i] == expected_output([*system, i, i + 1], 4)
+
+
+def test_others_go_ahead_of_those_who_wait_for_pages() -> None:
+    driver = make(page_size=4, max_batched_tokens=16)
+    driver.submit(prompt_of(60), 2)
+    driver.step()
+    driver.submit(prompt_of(60), 2)  # waits for the first one's pages
+    driver.submit([9, 9, 9], 2)  # has nothing to wait for
+    driver.run()
+    assert list(driver.ended).index(2) < list(driver.ended).index(1)
+    assert driver.ended[1].cached_tokens == 59
+
+
+def test_waiting_for_pages_ends_when_their_writer_leaves() -> None:
+    driver = make(page_size=4, max_batched_tokens=8)
+    writer = driver.submit(prompt_of(60), 2)
+    driver.step()
+    driver.submit(prompt_of(60), 2)
+    driver.step()
+    driver.scheduler.end(writer, "abort", driver.now)
+    driver.run()
+    assert driver.output[1] == expected_output(prompt_of(60), 2)
+
+
+def test_salts_and_opting_out_share_nothing() -> None:
+    """C12: other salts get no hit; a request that does not use the cache neither reads nor fills it."""
+    driver = make(page_size=4)
+    for options in ({"cache_salt": "a"}, {"cache_salt": "b"}, {"prefix_cache": False}, {"cache_salt": "a"}, {}):
+        driver.submit(prompt_of(20), 3, **options)
+        driver.run()
+    assert [driver.ended[i].cached_tokens for i in range(5)] == [0, 0, 0, 19, 0]
+    assert driver.ended[1].miss is not None
+    assert driver.ended[1].miss.reason == "other_salt"
+    assert driver.ended[2].miss is None
+
+
+def test_pages_of_a_failed_step_are_not_cached() -> None:
+    """C38: what came out of a step with NaN is never shared."""
+    driver = make(page_size=4)
+    driver.executor.fail_rows = lambda plan: [0] if plan.step == 1 else []
+    driver.submit(prompt_of(12), 3)
+    driver.run()
+    driver.submit(prompt_of(12), 3)
+    driver.run()
+    assert driver.ended[0].reason == "error"
+    assert driver.ended[1].cached_tokens == 0
+
+
+def test_cached_pages_give_way_to_running_sequences() -> None:
+    """A pool full of cached pages is as good as an empty one."""
+    driver = make(frames=20, page_size=4)
+    for salt in range(4):
+        driver.submit(prompt_of(30, salt), 5)
+        driver.run()
+    assert driver.scheduler.preemptions == 0
+    assert driver.scheduler.memory.counters().evict > 0
+    driver.submit(prompt_of(60, 7), 15)
+    driver.run()
+    assert driver.output[4] == expected_output(prompt_of(60, 7), 15)
+
+
+def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
+    driver = make(frames=64, page_size=4)
+    sequence = driver.submit(prompt_of(30), 12)
+    for _ in range(6):
+        driver.step()
+    driver.scheduler._preempt(sequence)
+    before = len(driver.executor.plans)
+    driver.run()
+    again = driver.executor.plans[before]
+    assert len(again.token_ids) <= 5  # what is past its last whole page
+    assert driver.output[0] == expected_output(prompt_of(30), 12)
+    assert driver.ended[0].cached_tokens == 0  # what the client is told is about its prompt

@@ -1,0 +1,64 @@
+"""The running Sequences as a struct of arrays, so that a step is a few numpy operations over all of them.
+
+A row is a Sequence's place in the page tables, in the executor's persistent batch, and here. What the counts mean is
+written at the top of scheduler.py, their only reader and writer.
+"""
+
+import numpy as np
+
+from mm.addresses import FloatArray, Int32Array, Int64Array
+from service.request import Sequence
+
+NO_TOKEN = -2  # pads the rows of end ids: no token has this id
+
+
+class RunningRows:
+    """The running Sequences as a struct of arrays, by row. A row that nobody runs in has remaining 0 and limit 0."""
+
+    def __init__(self, rows: int, max_length: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.tokens: Int32Array = np.empty((rows, max_length), np.int32)  # takes memory when touched
+        self.known: Int32Array = np.zeros(rows, np.int32)
+        self.remaining: Int32Array = np.zeros(rows, np.int32)
+        self.limit: Int32Array = np.zeros(rows, np.int32)
+        self.prompt: Int32Array = np.zeros(rows, np.int32)
+        self.arrival: Int64Array = np.zeros(rows, np.int64)
+        self.epoch: Int64Array = np.zeros(rows, np.int64)  # grows each time a row changes hands
+        self.front_end: Int32Array = np.zeros(rows, np.int32)
+        self.sequence_id: Int64Array = np.zeros(rows, np.int64)
+        self.last_token_s: FloatArray = np.full(rows, np.nan)
+        self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
+
+    def enter(self, row: int, sequence: Sequence, arrival: int, computed: int) -> None:
+        """`computed` tokens of the Sequence have keys and values already: they were in the page cache."""
+        count = len(sequence.tokens)
+        self.sequences[row] = sequence
+        self.tokens[row, :count] = sequence.tokens
+        self.known[row] = count
+        self.remaining[row] = count - computed
+        self.limit[row] = sequence.limit
+        self.prompt[row] = sequence.prompt_tokens
+        self.arrival[row] = arrival
+        self.front_end[row] = sequence.front_end
+        self.sequence_id[row] = sequence.sequence_id
+        self.last_token_s[row] = np.nan
+        missing = len(sequence.end_ids) - self.end_ids.shape[1]
+        if missing > 0:
+            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.end_ids[row] = NO_TOKEN
+        self.end_ids[row, : len(sequence.end_ids)] = sequence.end_ids
+
+    def leave(self, row: int) -> None:
+        """The tokens known so far go back to the Sequence."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        sequence.tokens = self.tokens[row, : self.known[row]].copy()
+        self.sequences[row] = None
+        self.known[row] = self.remaining[row] = self.limit[row] = 0
+        self.epoch[row] += 1
+
+    def at(self, row: int) -> Sequence:
+        """Who runs in `row`."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence
