@@ -39,7 +39,7 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
-_HUB_IGNORED = ["original/*", "consolidated*", "*/*"]  # second copies of the weights under other names; subfolders
+_HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders; second copies of the weights under another name
 
 MANIFEST = "converted.json"
 CONVERTER_VERSION = 1  # raise it when a conversion would come out differently: old folders are then made again
@@ -97,7 +97,13 @@ def default_cache() -> Path:
 
 def _from_hub(model: str, revision: str | None, offline: bool, report: Report) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     report(f"looking for {model} on the Hugging Face hub")
     try:
@@ -110,6 +116,12 @@ def _from_hub(model: str, revision: str | None, offline: bool, report: Report) -
                 ignore_patterns=_HUB_IGNORED,
             )
         )
+    except GatedRepoError as error:
+        raise ModelNotFound(f"{model} is gated: accept its terms on the hub, and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(f"{model} does not exist on the hub, or is private and needs HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFound(f"{model} has no revision {revision or 'main'!r} on the hub") from error
     except LocalEntryNotFoundError as error:
         where = "in the local hub cache, and the hub was not asked or not reached"
         raise ModelNotFound(f"{model} is not {where} ({_first_line(error)})") from error

@@ -324,9 +324,11 @@ class Scheduler:
             if match is not None:
                 frames = match.frames_for(count, tables.page_size) + match.idle_frames
             headroom = max(int(self.memory.frames.total * self.settings.admission_headroom), len(self.running))
-            if frames + (headroom if self.running else 0) > free:
+            if self.running and frames + headroom > free:
                 sequence.blocked_at = free
                 break
+            if frames > free:  # alone it fits, but not beside cached pages of which it needs a copy too
+                match, frames = None, pages_for(count, tables.page_size)
             self._enter(sequence, match, now)
             free -= frames
             chunks.append((sequence, min(count - sequence.cached_of_row, budget)))

@@ -1,5 +1,6 @@
 """Where models come from: folders, GGUF files, the demo's wheel, the hub's cache; conversions happen once and whole."""
 
+import http.server
 import json
 import os
 import subprocess
@@ -161,6 +162,45 @@ def test_the_hub_cache_is_used_offline(tmp_path: Path, how: str) -> None:
         [sys.executable, "-c", HUB, *arguments], env=env, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == f"{commit} someone/some-model someone/some-model@{commit} ['config.json']"
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A hub that answers every question with one error, in the hub's own form."""
+
+    status, code = 404, "RepoNotFound"
+
+    def answer(self) -> None:
+        self.send_response(self.status)
+        self.send_header("X-Error-Code", self.code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = answer
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "GatedRepo", "someone/some-model is gated: accept its terms on the hub, and set HF_TOKEN"),
+        (404, "RepoNotFound", "someone/some-model does not exist on the hub"),
+        (404, "RevisionNotFound", "someone/some-model has no revision 'v1' on the hub"),
+    ],
+)
+def test_the_hub_refusals_are_said_in_one_line(tmp_path: Path, status: int, code: str, message: str) -> None:
+    """Asked at $HF_ENDPOINT, so that is honoured too."""
+    handler = type("Hub", (Refusing,), {"status": status, "code": code})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        env = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(source.__file__).parents[1])}
+        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", HUB], env=env, capture_output=True, text=True, check=False, timeout=120
+        )
+        hub.shutdown()
+    assert done.stderr.strip().splitlines()[-1].startswith(f"model.errors.ModelNotFound: {message}")
 
 
 def test_a_hub_id_that_is_not_in_the_cache_offline(monkeypatch: pytest.MonkeyPatch) -> None:

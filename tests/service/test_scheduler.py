@@ -443,3 +443,14 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     assert len(again.token_ids) <= 5  # what is past its last whole page
     assert driver.output[0] == expected_output(prompt_of(30), 12)
     assert driver.ended[0].cached_tokens == 0  # what the client is told is about its prompt
+
+
+def test_a_prompt_as_large_as_the_pool_that_shares_part_of_a_page_still_runs() -> None:
+    """The shared page and its copy would be one frame too many: it runs without the cache."""
+    driver = make(frames=13, page_size=4, max_length=52)
+    driver.submit(prompt_of(10), 2)
+    driver.run()
+    large = [*prompt_of(10)[:6], *prompt_of(44, 5)]
+    driver.submit(large, 2)
+    driver.run(limit=100)
+    assert driver.output[1] == expected_output(large, 2)
