@@ -24,10 +24,11 @@ import uvloop
 
 from bench import workload
 from model.step_plan import SamplingParameters
-from service.assembly import Assembly, EngineSettings, assemble
+from service.assembly import Assembly, assemble
 from service.engine import StepReport
 from service.engine_client import Ended, EngineDied, Event, Submit
 from service.request import Sequence
+from service.settings import Settings
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -179,7 +180,7 @@ def model_folder(args: argparse.Namespace) -> Iterator[Path]:
 async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[str, Any]]]:
     """A running engine, and the facts about it that go into every answer."""
     with model_folder(args) as folder:
-        settings = EngineSettings(
+        settings = Settings(
             device=args.device,
             dtype=args.dtype,
             load_format="auto" if args.model else "dummy",

@@ -17,34 +17,51 @@ Invariants, cited by number where they are upheld, recomputed by `MemoryManager.
 
 from mm.address_space import AddressSpace
 from mm.addresses import ABSENT, PAGE_SIZE, FrameNumber, PageNumber, Row, SwapSlot, pages_for
+from mm.advice import Advice
 from mm.content import ContentChain, Namespace
+from mm.dry_run import DryRun, WouldRun
 from mm.errors import (
     FrameNotHeld,
     MemoryCorruption,
     OutOfFrames,
     OutOfRows,
     OutOfSwapSlots,
+    OverCommit,
     OverTenantLimit,
     PageNotResident,
     PagingError,
+    QuotaExceeded,
 )
+from mm.flight_recorder import EventKind
 from mm.lookup import Awaited, Miss, MissReason, PrefixMatch
 from mm.memory_manager import MemoryManager
+from mm.overcommit import OvercommitMode
 from mm.page_copies import MemoryOrders, PageCopies, PageMover, SwapOrders, TableChanges
+from mm.pins import Pin
+from mm.preemption import Action, Candidates, CostEstimates, OomTable, Victim
+from mm.pressure import Pressure, Stall
 from mm.reclaim import Watermarks
-from mm.statistics import EventCounters, MemoryInformation
+from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds
-from mm.tenants import TenantLimits
+from mm.tenants import TenantEvents, TenantLimits
 
 __all__ = [
     "ABSENT",
     "PAGE_SIZE",
+    "Action",
     "AddressSpace",
+    "Advice",
     "Awaited",
+    "Candidates",
     "ContentChain",
+    "CostEstimates",
+    "DryRun",
+    "Event",
     "EventCounters",
+    "EventKind",
     "FrameNotHeld",
     "FrameNumber",
+    "MappedRun",
     "MemoryCorruption",
     "MemoryInformation",
     "MemoryManager",
@@ -52,22 +69,35 @@ __all__ = [
     "Miss",
     "MissReason",
     "Namespace",
+    "OomTable",
     "OutOfFrames",
     "OutOfRows",
     "OutOfSwapSlots",
+    "OverCommit",
     "OverTenantLimit",
+    "OvercommitMode",
     "PageCopies",
     "PageMover",
     "PageNotResident",
     "PageNumber",
     "PagingError",
+    "Pin",
     "PrefixMatch",
+    "Pressure",
+    "QuotaExceeded",
     "Row",
+    "SequenceMemory",
+    "Stall",
     "SwapBounds",
     "SwapOrders",
     "SwapSlot",
     "TableChanges",
+    "TenantEvents",
     "TenantLimits",
+    "TenantMemory",
+    "Victim",
     "Watermarks",
+    "WorkingSet",
+    "WouldRun",
     "pages_for",
 ]

@@ -22,10 +22,11 @@ import numpy as np
 
 from mm.addresses import IndexArray, Int32Array, Row, empty_int32
 from mm.frame_allocator import FrameAllocator
-from mm.page_copies import MemoryOrders
+from mm.page_copies import MemoryOrders, SwapOrders
 from mm.page_table import PageTables
 
 if TYPE_CHECKING:
+    from mm.advice import Advice
     from mm.memory_manager import MemoryManager
 
 _NONE = empty_int32()
@@ -111,6 +112,10 @@ class AddressSpace:
     def fork(self, owner: str) -> tuple["AddressSpace", MemoryOrders]:
         """A second address space over the same pages; only counts rise. Raises OutOfRows."""
         return self.memory.fork(self, owner)
+
+    def advise(self, advice: "Advice") -> SwapOrders:
+        """What will become of its pages: see mm/advice.py."""
+        return self.memory.advise(self, advice)
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on, and release the pages that no position is left in."""

@@ -1,5 +1,5 @@
 """Recounts all of memory from the ground up and lists every discrepancy: the page tables, the cache, the lists, the
-swap map and the copies in flight are read, and everything that is kept as a count or a flag is compared with them.
+swap map, the pins and the copies in flight are read, and every count and flag that is kept is compared with them.
 
 It costs as much as memory is large: for tests after each operation, for an idle engine, and for operators.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mm.addresses import ABSENT, BoolArray, Int32Array, Int64Array, pages_for, slot_entry
-from mm.lru import Kind
+from mm.lru import LruList
 
 if TYPE_CHECKING:
     from mm.memory_manager import MemoryManager
@@ -30,6 +30,7 @@ def find_discrepancies(memory: "MemoryManager") -> list[str]:
         *_pins(memory),
         *_tenants(memory),
         *_publisher(memory),
+        *_promises(memory),
     ]
 
 
@@ -84,7 +85,9 @@ def _entries_in_use(memory: "MemoryManager") -> Int32Array:
 def _frames(memory: "MemoryManager") -> Iterator[str]:
     """Invariants 1, 2 and 4: every reference, and the free list."""
     frames, entries = memory.frames, _entries_in_use(memory)
-    counted = np.bincount(entries[(entries >= 0) & (entries < frames.total)], minlength=frames.total)
+    named = entries[(entries >= 0) & (entries < frames.total)]
+    held_by_pins = [pin.frames for pin in memory.pins.held.values()]
+    counted = np.bincount(np.concatenate((named, *held_by_pins)), minlength=frames.total)
     yield from _differences(memory, frames.references, counted.astype(np.int32), "{} references, {} holders")
     free = frames.free_list
     if len(np.unique(free)) < len(free):
@@ -130,7 +133,7 @@ def _slots(memory: "MemoryManager") -> Iterator[str]:
         yield "a slot stands twice in the free list"
     is_free = np.zeros(swap.total, np.bool_)
     is_free[free] = True
-    for slot in np.flatnonzero(is_free == is_held)[:MOST].tolist():
+    for slot in np.flatnonzero(is_free[: swap.opened] == is_held[: swap.opened])[:MOST].tolist():
         yield f"slot {slot} is {'free and held' if is_free[slot] else 'neither free nor held: leaked'}"
 
 
@@ -179,11 +182,11 @@ def _lists(memory: "MemoryManager") -> Iterator[str]:
         frame, slot = cache.frame[entry], cache.slot[entry]
         if frame != ABSENT:
             if not frames.references[frame] and not frames.pins[frame]:
-                should[entry] = int(memory.tenants.of_frame[frame]) * len(Kind) + lru.active[entry]
+                should[entry] = int(memory.tenants.of_frame[frame]) * len(LruList) + lru.active[entry]
         elif not swap.references[slot] and not swap.pins[slot]:
-            should[entry] = int(memory.tenants.of_slot[slot]) * len(Kind) + Kind.SWAPPED
+            should[entry] = int(memory.tenants.of_slot[slot]) * len(LruList) + LruList.SWAPPED
     on: dict[int, int] = {}
-    for number in range(len(memory.tenants.names) * len(Kind)):
+    for number in range(len(memory.tenants.names) * len(LruList)):
         members = lru.lists.members(number)
         if len(members) != lru.lists.sizes[number]:
             yield f"list {number} has {len(members)} pages, counted {lru.lists.sizes[number]}"
@@ -194,7 +197,7 @@ def _lists(memory: "MemoryManager") -> Iterator[str]:
                 f"entry {entry} should be on list {should.get(entry)}, stands on {on.get(entry)}, "
                 f"and is marked {lru.lists.on[entry]}"
             )
-    idle = sum(number % len(Kind) != Kind.SWAPPED for number in should.values())
+    idle = sum(number % len(LruList) != LruList.SWAPPED for number in should.values())
     if idle != lru.idle_pages:
         yield f"{lru.idle_pages} idle pages, counted {idle}"
     active = int(np.count_nonzero(np.asarray(lru.active)[cache.in_use()]))
@@ -233,7 +236,7 @@ def _tenants(memory: "MemoryManager") -> Iterator[str]:
     held = np.ones(frames.total, np.bool_)
     held[frames.free_list] = False
     usage = np.bincount(tenants.of_frame[held], minlength=count)
-    used = np.ones(memory.swap.total, np.bool_)
+    used = np.arange(memory.swap.total) < memory.swap.opened
     used[memory.swap.free_list] = False
     swap_usage = np.bincount(tenants.of_slot[used], minlength=count)
     for tenant, name in enumerate(tenants.names):
@@ -262,12 +265,26 @@ def _references_by_tenant(memory: "MemoryManager", count: int) -> Int64Array:
     counted = np.zeros((memory.frames.total, count), np.int64)
     for row in range(memory.tables.max_rows):
         entries = memory.tables.mapped(row)
-        np.add.at(counted, (entries[entries >= 0], memory.tables.tenants[row]), 1)
+        counted[entries[entries >= 0], memory.tables.tenants[row]] += 1  # a row maps a frame once
+    for pin in memory.pins.held.values():
+        counted[pin.frames, memory.tenants.id(pin.tenant)] += 1
     return counted
 
 
+def _promises(memory: "MemoryManager") -> Iterator[str]:
+    """What is committed and pinned adds up."""
+    if memory.ledger.committed != memory.ledger.charges.sum():
+        yield f"{memory.ledger.committed} frames committed, counted {memory.ledger.charges.sum()}"
+    pinned = sum(len(pin.frames) for pin in memory.pins.held.values())
+    if memory.pins.pages != pinned:
+        yield f"{memory.pins.pages} pages pinned, counted {pinned}"
+    for row, owner in enumerate(memory.tables.owners):
+        if owner is None and (memory.ledger.charges[row] or memory.scorer.adjustments[row] or memory.tables.cold[row]):
+            yield f"row {row} belongs to nobody and has a charge, a score or a mark"
+
+
 def _publisher(memory: "MemoryManager") -> Iterator[str]:
-    """Rows that are in nobody's hands publish nothing, and every page being written has a writer that lives."""
+    """Every page being written has a writer that lives."""
     tables = memory.tables
     yield from (
         f"a page is being written by row {writer.row} of {writer.owner}, who is gone"

@@ -32,6 +32,7 @@ class FrameAllocator:
         self.reference_count = self.references.data
         self.sealed: BoolArray = np.zeros(total, np.bool_)  # written by Residency
         self.last_owner: Int64Array = np.zeros(total, np.int64)  # serial of the address space it was allocated for
+        self.owner_serial = self.last_owner.data
         self._tenants = tenants
         self._stack: Int32Array = np.arange(total - 1, -1, -1, dtype=np.int32)  # free frames, the next one last
         self._stack_view = self._stack.data

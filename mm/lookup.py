@@ -5,14 +5,13 @@ run of whole pages and then, where the prompt goes on like a cached page for som
 like the others, and copied when the first token that differs is written (copy-on-write).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
 from mm.addresses import ABSENT, Int32Array, Int64Array, pages_for
 from mm.content import ContentChain
-from mm.lru import Kind
 from mm.page_cache import PageCache
 from mm.publisher import Publisher, Writer
 from mm.residency import Residency
@@ -62,12 +61,31 @@ class PrefixMatch:
     swapped_pages: int  # of `entries`: to be brought in before the Sequence can run
     frames_saved: int  # whole pages that are mapped as they are
     idle_frames: int  # frames that cannot be reclaimed any more once this is mapped
+    last_is_swapped: bool  # the last of `entries` is counted in swapped_pages, ...
+    last_is_idle: bool  # ... or in idle_frames
     miss: Miss
     awaited: Awaited | None
 
     def frames_for(self, tokens: int, page_size: int) -> int:
         """Frames to allocate until the first `tokens` positions are there, swap-in and copy-on-write included."""
         return pages_for(tokens, page_size) - self.frames_saved
+
+    def whole_pages(self, page_size: int) -> "PrefixMatch":
+        """The same without the page that matches in part: so that no frame is held twice while it is copied."""
+        pages = self.cached_tokens // page_size
+        if pages == len(self.entries):
+            return self
+        return replace(
+            self,
+            entries=self.entries[:pages],
+            serials=self.serials[:pages],
+            cached_tokens=pages * page_size,
+            swapped_pages=self.swapped_pages - self.last_is_swapped,
+            frames_saved=self.frames_saved + self.last_is_swapped,
+            idle_frames=self.idle_frames - self.last_is_idle,
+            last_is_swapped=False,
+            last_is_idle=False,
+        )
 
 
 class Lookup:
@@ -99,7 +117,6 @@ class Lookup:
             cached += common
         entries = np.array(found, np.int32)
         swapped = cache.frames[entries] == ABSENT
-        on = self._residency.lru.lists.on
         miss, awaited = self._explain(chain, whole, cached, is_cut=is_cut)
         return PrefixMatch(
             chain=chain,
@@ -108,7 +125,9 @@ class Lookup:
             cached_tokens=cached,
             swapped_pages=int(swapped.sum()),
             frames_saved=whole - int(swapped.sum()),  # a partly matching page in swap is brought in, and copied besides
-            idle_frames=sum(on[entry] != ABSENT and on[entry] % 3 != Kind.SWAPPED for entry in found),
+            idle_frames=sum(map(self._residency.lru.is_idle, found)),
+            last_is_swapped=len(found) > 0 and bool(swapped[-1]),
+            last_is_idle=len(found) > 0 and self._residency.lru.is_idle(found[-1]),
             miss=miss,
             awaited=awaited,
         )

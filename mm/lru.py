@@ -29,7 +29,7 @@ ACTIVE_PER_INACTIVE = 3
 """Demotion begins when the active list is longer than this times the inactive list."""
 
 
-class Kind(IntEnum):
+class LruList(IntEnum):
     """The lists that each tenant has."""
 
     INACTIVE = 0
@@ -90,14 +90,14 @@ class PageLru:
     """Active, inactive and swapped list of every tenant, over `pages` cached pages."""
 
     def __init__(self, pages: int) -> None:
-        self.lists = PageLists(pages, MAX_TENANTS * len(Kind))
+        self.lists = PageLists(pages, MAX_TENANTS * len(LruList))
         self.active = np.zeros(pages, np.bool_).data  # used twice or more; also while it is mapped
         self.referenced = np.zeros(pages, np.bool_).data  # used since it was last looked at
         self.active_pages = 0  # pages with `active` set
         self.idle_pages = 0  # on an active or inactive list: what reclaim could take
         self.activated = self.demoted = self.rotated = 0  # events since the start
 
-    def size(self, tenant: int, kind: Kind) -> int:
+    def size(self, tenant: int, kind: LruList) -> int:
         return self.lists.sizes[tenant * 3 + kind]
 
     def idle_of(self, tenant: int) -> int:
@@ -113,6 +113,11 @@ class PageLru:
         self.remove(page)
         self.active_pages -= self.active[page]
         self.active[page] = self.referenced[page] = False
+
+    def is_idle(self, page: int) -> bool:
+        """Whether nobody maps the page and reclaim could take its frame."""
+        number = self.lists.on[page]
+        return number != ABSENT and number % 3 != LruList.SWAPPED
 
     def used(self, page: int) -> None:
         """A page is mapped by another Sequence: off the lists, and active from now on."""
@@ -134,14 +139,14 @@ class PageLru:
 
     def rest_in_swap(self, page: int, tenant: int) -> None:
         """The page is in a swap slot alone, and no page table names it."""
-        self.lists.push(tenant * 3 + Kind.SWAPPED, page)
+        self.lists.push(tenant * 3 + LruList.SWAPPED, page)
 
     def remove(self, page: int) -> None:
         """Off whatever list it is on, if any."""
         number = self.lists.on[page]
         if number != ABSENT:
             self.lists.remove(page)
-            self.idle_pages -= number % 3 != Kind.SWAPPED
+            self.idle_pages -= number % 3 != LruList.SWAPPED
 
     def make_cold(self, page: int) -> None:
         """To the coldest place, and inactive: the next to go. Ignored for a page on no list or in swap alone."""
@@ -150,7 +155,7 @@ class PageLru:
         if self.active[page]:
             self.active[page] = False
             self.active_pages -= 1
-        if number != ABSENT and number % 3 != Kind.SWAPPED:
+        if number != ABSENT and number % 3 != LruList.SWAPPED:
             self.lists.remove(page)
             self.lists.push_coldest(number // 3 * 3, page)
 

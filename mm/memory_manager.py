@@ -9,28 +9,42 @@ caller hands to an executor in the order they were given. It reads no clock: `tu
     fork, truncate, release      of one address space
     swap_out, swap_in,           of pages that are not needed now; `complete` and `fail` report what became of it
     background_reclaim
+    oom_table, choose_victim     whom to preempt, and how
+    pin, advise, drop_caches     what an operator or a client knows better
+    would_run                    what would become of a request, without running it
+    information ... audit        snapshots, and whether the books balance
 """
 
 import secrets
+from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
+from mm import accounting
 from mm.address_space import AddressSpace, Faults, find_faults
 from mm.addresses import ABSENT, PAGE_SIZE, IndexArray, Int32Array, empty_int32, pages_for, slot_entry
+from mm.advice import Advice, advise_prefix, advise_space, drop_caches
 from mm.audit import find_discrepancies
 from mm.content import ContentChain, Namespace
+from mm.dry_run import DryRun, would_run
 from mm.errors import MemoryCorruption, OutOfFrames, PageNotResident
+from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
 from mm.lookup import Awaited, Lookup, PrefixMatch
 from mm.lru import PageLru
+from mm.overcommit import CommitLedger
 from mm.page_cache import PageCache
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
 from mm.page_table import PageTables
+from mm.pins import Pin, PrefixPins
+from mm.preemption import Action, Candidates, CostEstimates, OomTable, Scorer, Victim
+from mm.pressure import PressureMeter
 from mm.publisher import Publisher
 from mm.reclaim import Reclaimer, Watermarks
 from mm.refault import Shadows
 from mm.residency import Residency
-from mm.statistics import EventCounters, MemoryInformation
+from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds, SwapSpace
 from mm.swapper import Swapper
 from mm.tenants import Tenants
@@ -47,32 +61,56 @@ class MemoryManager:
         max_pages: int,
         page_size: int = PAGE_SIZE,
         slots: int = 0,
+        opened_slots: int | None = None,
         watermarks: Watermarks | None = None,
         swap_bounds: SwapBounds | None = None,
         secret: bytes | None = None,
+        costs: CostEstimates | None = None,
     ) -> None:
         self.page_size = page_size
-        self.now = 0.0
-        self.step = 0
+        self.recorder = FlightRecorder()
         self.tenants = Tenants(frames, slots)
         self.frames = FrameAllocator(frames, self.tenants)
         self.tables = PageTables(max_rows, max_pages, page_size)
-        self.swap = SwapSpace(slots, frames, self.tenants, swap_bounds)
+        self.swap = SwapSpace(slots, slots if opened_slots is None else opened_slots, frames, self.tenants, swap_bounds)
         self.cache = PageCache(frames + slots, frames, page_size)
         self.lru = PageLru(frames + slots)
         self.shadows = Shadows(frames + slots)
-        self.residency = Residency(self.frames, self.swap, self.cache, self.lru, self.shadows, self.tenants)
+        self.residency = Residency(
+            self.frames, self.swap, self.cache, self.lru, self.shadows, self.tenants, self.recorder
+        )
         self.reclaimer = Reclaimer(self.residency, watermarks or Watermarks.from_shares(frames))
         self.swapper = Swapper(self.tables, self.residency, self.reclaimer)
         self.publisher = Publisher(self.tables, self.residency)
         self._lookup = Lookup(self.residency, self.publisher, page_size)
         self._secret = secrets.token_bytes(32) if secret is None else secret  # a client cannot know a digest
-        self._cow_faults = self._forks = self._truncates = self._queried_tokens = self._hit_tokens = 0
+        self.costs = costs or CostEstimates()
+        self.scorer = Scorer(self.tables, self.residency, self.swapper, self.costs)
+        self.victims: deque[tuple[int, Victim]] = deque(maxlen=64)  # (step, who was chosen and from which table)
+        self.ledger = CommitLedger(max_rows, frames)
+        self._limits: Int32Array = np.zeros(max_rows, np.int32)  # tokens at which each row will end, 0: not promised
+        self.pins = PrefixPins(self.residency, quota=frames // 8, limit=frames // 4)
+        self.pressure = PressureMeter()
+        self._tenant_pressure: dict[str, PressureMeter] = {}
+        # events since the start
+        self.cow_faults = self.forks = self.truncates = self.queried_tokens = self.hit_tokens = 0
+        self.denials = self.swap_preemptions = self.recompute_preemptions = 0
 
     def turn(self, now: float, step: int) -> None:
         """A turn of the engine begins: its time and its step stamp all that happens until the next."""
-        self.now = now
-        self.step = step
+        self.recorder.now, self.recorder.step = now, step
+        for pin in self.pins.expire(now):
+            self._record(EventKind.UNPIN, ABSENT, pin.number, len(pin.frames))
+
+    @property
+    def now(self) -> float:
+        """The time of this turn, seconds of the engine's clock."""
+        return self.recorder.now
+
+    def _record(self, kind: EventKind, row: int, place: int, count: int) -> None:
+        """An event of a row, or of nobody (row ABSENT)."""
+        serial, tenant = (int(self.tables.serials[row]), int(self.tables.tenants[row])) if row != ABSENT else (0, 0)
+        self.recorder.record(kind, serial, tenant, place, count)
 
     # --- how much there is
 
@@ -123,17 +161,30 @@ class MemoryManager:
         """Whether it is still worth waiting: the page that the match awaits is not published, and its writer lives."""
         return self.publisher.is_being_written(awaited.key, awaited.writer)
 
-    def create(self, owner: str, *, tenant: str = "default", match: PrefixMatch | None = None) -> AddressSpace:
-        """An address space: empty, or beginning with the pages of `match`. Raises OutOfRows.
+    def create(
+        self,
+        owner: str,
+        *,
+        tenant: str = "default",
+        match: PrefixMatch | None = None,
+        max_tokens: int = 0,
+    ) -> AddressSpace:
+        """An address space: empty, or beginning with the pages of `match`. Raises OutOfRows, OverCommit.
 
         Its length is then what was found; its further pages are published under match.chain. If the match is out of
         date, it is looked up again. If it has pages in swap, the space is not resident until `swap_in` is complete.
+        max_tokens: the length at which it will end, for the commit charge; 0 promises nothing.
         """
+        if match is not None and not self.cache.is_current(match.entries, match.serials):
+            match = self.lookup(match.chain)
+        whole = match.cached_tokens // self.page_size if match is not None else 0
+        promised = max(0, pages_for(max_tokens, self.page_size) - whole)
+        self.ledger.check(promised, self.pins.pages)
         number = self.tenants.id(tenant)
         row = self.tables.allocate_row(owner, number)
+        self.ledger.promise(row, promised)
+        self._limits[row] = max_tokens
         if match is not None:
-            if not self.cache.is_current(match.entries, match.serials):
-                match = self.lookup(match.chain)
             self._map(row, number, match)
         return AddressSpace(self, row, owner)
 
@@ -155,8 +206,10 @@ class MemoryManager:
         self.tables.note(row, np.flatnonzero(is_resident).astype(np.int32))
         whole = match.cached_tokens // self.page_size
         self.publisher.begin(row, self.tables.owners[row] or "", match.chain, entries[:whole])
-        self._queried_tokens += match.chain.tokens
-        self._hit_tokens += match.cached_tokens
+        self.queried_tokens += match.chain.tokens
+        self.hit_tokens += match.cached_tokens
+        if entries:
+            self._record(EventKind.SHARE, row, int(frames[0]), len(entries))
 
     def publish(self, rows: Int32Array, lengths: Int32Array, tokens: Int32Array) -> None:
         """The first lengths[i] positions of row rows[i] are known to be good: cache the pages that became full.
@@ -183,15 +236,23 @@ class MemoryManager:
         frames = empty_int32()
         if len(where[0]):
             owner = tables.owners[where[0][0]] or ""
-            frames = self.reclaimer.allocate(tables.tenants[where[0]], self.now, owner)
-            self.frames.last_owner[frames] = tables.serials[where[0]]
+            tenants, serials = tables.tenants[where[0]], tables.serials[where[0]]
+            try:
+                frames = self.reclaimer.allocate(tenants, self.now, owner)
+            except OutOfFrames as error:
+                self.denials += 1
+                self._record(EventKind.DENY, int(where[0][0]), error.free + error.reclaimable, error.needed)
+                raise
+            self.frames.last_owner[frames] = serials
             tables.entries[where] = frames
+            self.recorder.record_frames(EventKind.ALLOCATE, serials, tenants, frames)
         tables.lengths[index] = faults.ends
         if len(faults.exposed):
             tables.exposed[faults.exposed] = False
         copies = len(faults.copy_sources)
         if copies:
-            self._cow_faults += copies
+            self.cow_faults += copies
+            self.recorder.record_frames(EventKind.COPY, serials[:copies], tenants[:copies], frames[:copies])
             self.residency.unmap(faults.copy_sources, tables.tenants[where[0][:copies]])
         changes = TableChanges(where[0].astype(np.int32), where[1], frames)
         return MemoryOrders(
@@ -216,23 +277,30 @@ class MemoryManager:
     def fork(self, space: AddressSpace, owner: str) -> tuple[AddressSpace, MemoryOrders]:
         """A second address space over the pages of `space`: each gains a reference, no frame is allocated.
 
-        Raises OutOfRows. O(pages), vectorised.
+        Raises OutOfRows, OverCommit. O(pages), vectorised.
         """
         tables, row = self.tables, space.row
+        promised = max(0, pages_for(int(self._limits[row]), self.page_size) - space.length // self.page_size)
+        self.ledger.check(promised, self.pins.pages)
         tenant = int(tables.tenants[row])
         child = tables.allocate_row(owner, tenant, int(tables.families[row]))
+        self.ledger.promise(child, promised)
+        self._limits[child] = self._limits[row]
         entries = tables.mapped(row)
-        pages = np.flatnonzero(entries >= 0).astype(np.int32)
+        pages = (entries >= 0).nonzero()[0].astype(np.int32)
         frames = entries[pages]
         self.residency.map(frames, tenant)
-        for slot in slot_entry(entries[entries < ABSENT]).tolist():
-            self.swap.add_reference(slot)
+        in_swap = len(entries) - len(pages)
+        if in_swap:
+            for slot in slot_entry(entries[entries < ABSENT]).tolist():
+                self.swap.add_reference(slot)
         tables.entries[child, : len(entries)] = entries
         tables.lengths[child] = tables.lengths[row]
-        tables.barred[child] = len(entries) - len(pages)
-        tables.exposed[[row, child]] = True
+        tables.barred[child] = in_swap
+        tables.exposed[row] = tables.exposed[child] = True
         self.publisher.fork(row, child)
-        self._forks += 1
+        self.forks += 1
+        self._record(EventKind.FORK, child, row, len(entries))
         changes = TableChanges(np.full(len(pages), child, np.int32), pages, frames)
         return AddressSpace(self, child, owner), MemoryOrders(table_changes=changes)
 
@@ -245,23 +313,28 @@ class MemoryManager:
         self.tables.lengths[space.row] = length
         self.tables.exposed[space.row] = True
         self.publisher.truncate(space.row, length)
-        self._truncates += 1
+        self.truncates += 1
 
     def release(self, space: AddressSpace) -> None:
         """Drop every reference of `space` and its row. Cached pages stay, as long as there is room."""
-        self.publisher.end(space.row)
-        self._drop_pages(space.row, 0)
-        self.tables.release_row(space.row)
+        row = space.row
+        self._record(EventKind.RELEASE, row, row, len(self.tables.mapped(row)))
+        self.publisher.end(row)
+        self._drop_pages(row, 0)
+        self.ledger.end(row)
+        self.scorer.adjustments[row] = 0
+        self.tables.release_row(row)
 
     def _drop_pages(self, row: int, first: int) -> None:
         """Unmap the pages of `row` from `first` on."""
         entries = self.tables.mapped(row)[first:]
         frames = entries[entries >= 0]
-        slots = slot_entry(entries[entries < ABSENT])
+        slots: list[int] = slot_entry(entries[entries < ABSENT]).tolist()
         entries[:] = ABSENT
-        self.residency.unmap(frames, np.full(len(frames), self.tables.tenants[row], np.int32))
+        tenants = np.full(len(frames), self.tables.tenants[row], np.int32)
+        self.residency.unmap(frames, tenants, coldest=bool(self.tables.cold[row]))
         self.tables.barred[row] -= len(slots)
-        for slot in slots.tolist():
+        for slot in slots:
             self.residency.unmap_slot(slot)
 
     # --- swap
@@ -286,6 +359,10 @@ class MemoryManager:
         victims = self.reclaimer.background_victims(self.arriving_frames, self.now)
         return self.swapper.swap_out_cached(victims, self.now, "background reclaim") if victims else SwapOrders()
 
+    def open_slots(self, slots: int) -> None:
+        """The first `slots` slots have memory behind them from now on (mm/backing_store.py makes it in pieces)."""
+        self.swap.open(slots)
+
     def complete(self, ticket: int) -> None:
         """Every copy of this swap order has been made."""
         self.swapper.complete(ticket)
@@ -294,54 +371,117 @@ class MemoryManager:
         """A copy of this swap order could not be made: none counts, nothing is lost, its frames were not freed."""
         self.swapper.fail(ticket)
 
-    # --- looking at it
+    # --- preemption
+
+    def oom_table(self, candidates: Candidates, needed_frames: int) -> OomTable:
+        """The score of each candidate as it would be used now. Changes nothing."""
+        return self.scorer.table(candidates, needed_frames)
+
+    def choose_victim(self, candidates: Candidates, needed_frames: int) -> Victim | None:
+        """Whom to preempt so that `needed_frames` become free, and how; None if nobody's end would free any.
+
+        The caller takes the frames: `swap_out` of the victim's spaces together, or `release` of each and computing
+        them again later. The decision is kept in `victims`, with its table.
+        """
+        victim = self.scorer.choose(self.oom_table(candidates, needed_frames))
+        if victim is not None:
+            self.victims.append((self.recorder.step, victim))
+            self.swap_preemptions += victim.action is Action.SWAP
+            self.recompute_preemptions += victim.action is Action.RECOMPUTE
+            for row in victim.rows.tolist():
+                self._record(EventKind.PREEMPT, row, row, victim.frames)
+                self.tenants.events[self.tables.tenants[row]].preempt += 1
+        return victim
+
+    def set_oom_score_adj(self, space: AddressSpace, adjustment: int) -> None:
+        """Make `space` a likelier victim (up to 1000) or a less likely one (-1000: never)."""
+        if not -1000 <= adjustment <= 1000:
+            raise ValueError(f"oom_score_adj {adjustment} is not in -1000 ... 1000")
+        self.scorer.adjustments[space.row] = adjustment
+
+    def report_pressure(self, waiting: Mapping[str, int], progressing: Mapping[str, int]) -> None:
+        """How many Sequences of each tenant stand still for want of pages from now on, and how many get on.
+
+        Once a turn; costs next to nothing while that does not change.
+        """
+        self.pressure.report(self.now, waiting=sum(waiting.values()), progressing=sum(progressing.values()))
+        for tenant in {*waiting, *progressing, *self._tenant_pressure}:
+            meter = self.pressure_of(tenant)
+            meter.report(self.now, waiting=waiting.get(tenant, 0), progressing=progressing.get(tenant, 0))
+
+    def pressure_of(self, tenant: str) -> PressureMeter:
+        """The pressure on one tenant's memory."""
+        name = self.tenants.names[self.tenants.id(tenant)]
+        return self._tenant_pressure.setdefault(name, PressureMeter())
+
+    # --- pins and hints
+
+    def pin(self, chain: ContentChain, owner: str, *, tenant: str = "default", ttl_s: float | None = None) -> Pin:
+        """Hold the cached resident pages that `chain` begins with, whatever the need: Pin.tokens says how many.
+
+        Raises QuotaExceeded, and then holds nothing.
+        """
+        entries = self.cache.walk(chain, chain.tokens // self.page_size)
+        resident = next((i for i, entry in enumerate(entries) if self.cache.frame[entry] == ABSENT), len(entries))
+        expires_s = None if ttl_s is None else self.now + ttl_s
+        pin = self.pins.pin(owner, tenant, entries[:resident], resident * self.page_size, self.now, expires_s)
+        self._record(EventKind.PIN, ABSENT, pin.number, len(pin.frames))
+        return pin
+
+    def unpin(self, number: int) -> bool:
+        """End a pin. False if it has ended before."""
+        pin = self.pins.unpin(number)
+        if pin is not None:
+            self._record(EventKind.UNPIN, ABSENT, number, len(pin.frames))
+        return pin is not None
+
+    def advise(self, space: AddressSpace, advice: Advice) -> SwapOrders:
+        """What will become of the pages of `space` (mm/advice.py). The order, if any, is to be carried out."""
+        return advise_space(self, space.row, advice)
+
+    def advise_prefix(self, chain: ContentChain, advice: Advice) -> SwapOrders:
+        """The same for the cached pages that `chain` begins with."""
+        return advise_prefix(self, chain, advice)
+
+    def drop_caches(self) -> int:
+        """Forget every cached page that nobody maps and no copy holds. Returns how many."""
+        return drop_caches(self)
+
+    # --- asking ahead
+
+    def would_run(self, chain: ContentChain, max_tokens: int, tenant: str = "default") -> DryRun:
+        """What would become of a prompt that may grow to `max_tokens` tokens, if it came now. Changes nothing."""
+        return would_run(self, chain, max_tokens, tenant)
+
+    # --- looking at it: snapshots (mm/statistics.py) that read every count there is, for operators
 
     def information(self) -> MemoryInformation:
-        """Memory in total, now. Reads every count: for operators, not for a step."""
-        references, rows = self.frames.references, self.tables.rows_in_use()
-        tokens = int(self.tables.lengths[rows].sum())
-        mapped = int(self.tables.pages(rows).sum())
-        active = int(np.count_nonzero(references))
-        return MemoryInformation(
-            total_frames=self.frames.total,
-            free_frames=self.frames.free_frames,
-            active_frames=active,
-            shared_frames=int(np.count_nonzero(references > 1)),
-            references=int(references.sum()),
-            rows=len(rows),
-            tokens=tokens,
-            unused_tokens=mapped * self.page_size - tokens,
-            page_size=self.page_size,
-            cached_frames=self.lru.idle_pages,
-            copying_frames=self.frames.total - self.frames.free_frames - active - self.lru.idle_pages,
-            available_frames=self.available_frames,
-            cached_pages=len(self.cache),
-            total_slots=self.swap.total,
-            free_slots=self.swap.free_slots,
-            sequence_slots=self.swap.sequence_slots,
-        )
+        """Memory in total."""
+        return accounting.information(self)
 
     def counters(self) -> EventCounters:
-        return EventCounters(
-            allocate=self.frames.allocated,
-            free=self.frames.freed,
-            cow_fault=self._cow_faults,
-            fork=self._forks,
-            truncate=self._truncates,
-            prefix_query=self._queried_tokens,
-            prefix_hit=self._hit_tokens,
-            evict=self.shadows.evictions,
-            refault=self.shadows.refaults,
-            direct_reclaim=self.reclaimer.direct,
-            background_reclaim=self.reclaimer.background,
-            scan=self.reclaimer.scanned,
-            activate=self.lru.activated,
-            demote=self.lru.demoted,
-            swap_out=self.swapper.swapped_out,
-            swap_in=self.swapper.swapped_in,
-            swap_failed=self.swapper.failed,
-            collision=self.cache.collisions,
-        )
+        """What has happened since the start."""
+        return accounting.counters(self)
+
+    def sequence_memory(self, space: AddressSpace) -> SequenceMemory:
+        """What one address space holds: RSS, PSS, USS, swap."""
+        return accounting.sequence_memory(self, space.row)
+
+    def maps(self, space: AddressSpace) -> list[MappedRun]:
+        """The pages of one address space, in runs of equal kind."""
+        return accounting.maps(self, space.row)
+
+    def tenant_memory(self) -> list[TenantMemory]:
+        """Every tenant: use, limits, events, pressure."""
+        return [accounting.tenant_memory(self, tenant) for tenant in range(len(self.tenants.names))]
+
+    def working_set(self) -> WorkingSet:
+        """Whether memory is large enough for what comes back."""
+        return accounting.working_set(self)
+
+    def events(self, last: int = 1_000, owner: str | None = None) -> list[Event]:
+        """The last events of memory, oldest first; of one owner, if asked for."""
+        return accounting.events(self, last, owner)
 
     def last_owner(self, frame: int) -> str:
         """Whom a frame was last allocated for; "" if for nobody, or so long ago that the name is forgotten."""

@@ -23,6 +23,7 @@ class PageTables:
         self.lengths: Int32Array = np.zeros(max_rows, np.int32)
         self.barred: Int32Array = np.zeros(max_rows, np.int32)  # entries that name a slot + pages in a copy
         self.exposed: BoolArray = np.zeros(max_rows, np.bool_)  # the last page may be shared or sealed
+        self.cold: BoolArray = np.zeros(max_rows, np.bool_)  # its cached pages go first once it has ended
         self.tenants: Int32Array = np.zeros(max_rows, np.int32)
         self.families: Int64Array = np.zeros(max_rows, np.int64)  # equal for all forks of one first address space
         self.epochs: Int64Array = np.zeros(max_rows, np.int64)  # grows each time a row is released
@@ -98,7 +99,7 @@ class PageTables:
         """Give a row back. What its entries name must have been released before."""
         self.entries[row, : -(-int(self.lengths[row]) // self.page_size)] = ABSENT
         self.lengths[row] = self.barred[row] = self.tenants[row] = 0
-        self.exposed[row] = False
+        self.exposed[row] = self.cold[row] = False
         self.epochs[row] += 1
         self.owners[row] = None
         self._free_rows.append(row)

@@ -17,6 +17,7 @@ Two functions decide what becomes of a place that lost a holder: `settle_frame` 
 """
 
 from mm.addresses import ABSENT, Int32Array
+from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
 from mm.lru import PageLru
 from mm.page_cache import PageCache
@@ -36,6 +37,7 @@ class Residency:
         lru: PageLru,
         shadows: Shadows,
         tenants: Tenants,
+        recorder: FlightRecorder,
     ) -> None:
         self.frames = frames
         self.swap = swap
@@ -43,6 +45,7 @@ class Residency:
         self.lru = lru
         self.shadows = shadows
         self.tenants = tenants
+        self.recorder = recorder
 
     # --- references of page tables and pins
 
@@ -51,15 +54,16 @@ class Residency:
         self.frames.share(frames)
         self.tenants.mapped(frames, tenant, self.frames.references)
 
-    def unmap(self, frames: Int32Array, tenants: Int32Array) -> None:
+    def unmap(self, frames: Int32Array, tenants: Int32Array, *, coldest: bool = False) -> None:
         """A row or pin of tenants[i] drops its reference to frames[i]; a frame may stand several times.
 
-        Frames that nobody maps any more are freed, or rest on an LRU list if cached: the last of `frames` goes first.
+        Frames that nobody maps any more are freed, or rest on an LRU list if cached: the last of `frames` goes first,
+        and with `coldest` all of them before any other page.
         """
         idle = self.frames.release(frames)
         self.tenants.unmapped(frames, tenants, self.frames.references)
-        for frame in idle[::-1].tolist():
-            self.settle_frame(frame)
+        for frame in idle.tolist() if coldest else idle[::-1].tolist():
+            self.settle_frame(frame, coldest=coldest)
 
     def unmap_slot(self, slot: int) -> None:
         """A page table entry does not name `slot` any more."""
@@ -133,6 +137,7 @@ class Residency:
     def drop_clean(self, entry: int) -> None:
         """Free the frame of an idle cached page that has a slot, too: IDLE -> IN SWAP."""
         frame = self.cache.frame[entry]
+        self._record(EventKind.DROP, frame)
         self.lru.remove(entry)
         self.cache.frame[entry] = ABSENT
         self.cache.entry_of_frame[frame] = ABSENT
@@ -143,6 +148,7 @@ class Residency:
         """A cached page is lost for want of memory: a shadow is left."""
         key = self.cache.keys[entry]
         assert key is not None
+        self._record(EventKind.EVICT, self.cache.frame[entry])
         self.uncache(entry)
         self.shadows.add(key, now, needed_for)
 
@@ -158,6 +164,11 @@ class Residency:
             self.frames.sealed[frame] = self.swap.slot_of_frame[frame] != ABSENT
             if not self.frames.reference_count[frame]:
                 self.settle_frame(frame)
+
+    def _record(self, kind: EventKind, frame: int) -> None:
+        """An event of the one whom the frame was last allocated for; frame ABSENT: of nobody."""
+        serial = self.frames.owner_serial[frame] if frame != ABSENT else 0
+        self.recorder.record(kind, serial, self.tenants.charged[frame] if frame != ABSENT else 0, frame, 1)
 
     # --- frames and slots with the same content
 

@@ -35,10 +35,13 @@ class SwapBounds:
 
 
 class SwapSpace:
-    """The slots 0 ... total - 1, each for one page, all layers."""
+    """The slots 0 ... total - 1, each for one page, all layers. Those below `opened` have memory behind them."""
 
-    def __init__(self, total: int, frames: int, tenants: Tenants, bounds: SwapBounds | None = None) -> None:
+    def __init__(
+        self, total: int, opened: int, frames: int, tenants: Tenants, bounds: SwapBounds | None = None
+    ) -> None:
         self.total = total
+        self.opened = opened
         self.bounds = bounds or SwapBounds.for_slots(total)
         self.sequence_slots = 0  # slots with references
         self.promised_slots = 0  # slots that pages of Sequences are being copied to
@@ -50,7 +53,7 @@ class SwapSpace:
         self.slot_of_frame = self.slots_of_frames.data
         self.clean = PageLists(total, 1)
         self._tenants = tenants
-        self._free: list[int] = list(range(total - 1, -1, -1))
+        self._free: list[int] = list(range(opened - 1, -1, -1))
 
     @property
     def free_slots(self) -> int:
@@ -58,25 +61,32 @@ class SwapSpace:
 
     @property
     def used_slots(self) -> int:
-        return self.total - len(self._free)
+        return self.opened - len(self._free)
 
     @property
     def cache_slots(self) -> int:
         """Slots in use, but not by a Sequence, nor soon."""
-        return self.total - len(self._free) - self.sequence_slots - self.promised_slots
+        return self.used_slots - self.sequence_slots - self.promised_slots
 
     @property
     def free_list(self) -> list[int]:
         """The free slots, for audits."""
         return list(self._free)
 
-    def allocate(self, tenant: int) -> int:
-        """Take a free slot, pinned once and charged to `tenant`. There must be one."""
-        slot = self._free.pop()
-        self.pins[slot] = 1
-        self._tenants.of_slot[slot] = tenant
-        self._tenants.swap_usage[tenant] += 1
-        return slot
+    def open(self, slots: int) -> None:
+        """The first `slots` slots have memory behind them from now on: never fewer than before."""
+        self._free[:0] = range(slots - 1, self.opened - 1, -1)
+        self.opened = max(slots, self.opened)
+
+    def allocate(self, tenant: int, count: int) -> list[int]:
+        """Take free slots, each pinned once and charged to `tenant`. There must be enough."""
+        slots = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        for slot in slots:
+            self.pins[slot] = 1
+        self._tenants.of_slot[slots] = tenant
+        self._tenants.swap_usage[tenant] += count
+        return slots
 
     def free(self, slot: int) -> None:
         """Put back a slot that nothing holds any more."""

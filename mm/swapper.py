@@ -21,7 +21,8 @@ import numpy as np
 
 from mm.addresses import ABSENT, Int32Array, Int64Array, slot_entry
 from mm.errors import OutOfSwapSlots
-from mm.lru import Kind
+from mm.flight_recorder import EventKind
+from mm.lru import LruList
 from mm.page_copies import SwapOrders
 from mm.page_table import PageTables
 from mm.reclaim import Reclaimer
@@ -75,23 +76,26 @@ class Swapper:
 
     # --- slots
 
-    def obtainable_slots(self, tenant: int) -> int:
-        """Slots that pages of a Sequence of `tenant` could get now: free ones, and those of the cache."""
+    def obtainable_slots(self, tenant: int, clean: int = 0) -> int:
+        """Slots that dirty pages of a Sequence of `tenant` could get now, while `clean` clean ones keep theirs.
+
+        Free slots, and those that the cache would give up. Negative: not even the clean ones could go.
+        """
         swap, tenants = self._swap, self._residency.tenants
-        takeable = swap.free_slots + swap.clean.sizes[0] + self._swapped_pages()
-        bound = swap.bounds.sequences - swap.sequence_slots - swap.promised_slots
+        takeable = swap.free_slots + swap.clean.sizes[0] + self._swapped_pages() - clean
+        bound = swap.bounds.sequences - swap.sequence_slots - swap.promised_slots - clean
         own = tenants.limits[tenant].swap_max - int(tenants.swap_usage[tenant])
-        return max(0, min(takeable, bound, own))
+        return min(takeable, bound, max(0, own))
 
     def _swapped_pages(self) -> int:
         lru = self._residency.lru
-        return sum(lru.size(tenant, Kind.SWAPPED) for tenant in range(len(self._residency.tenants.names)))
+        return sum(lru.size(tenant, LruList.SWAPPED) for tenant in range(len(self._residency.tenants.names)))
 
-    def _take_slot(self, tenant: int, now: float) -> int:
-        """A pinned slot for `tenant`: a free one, else the oldest clean page's, else the oldest cached page's."""
-        if not self._swap.free_slots:
+    def _take_slots(self, tenant: int, count: int, now: float) -> list[int]:
+        """Pinned slots for `tenant`: free ones, else the oldest clean pages', else the oldest cached pages'."""
+        while self._swap.free_slots < count:
             self._recycle_slot(now)
-        return self._swap.allocate(tenant)
+        return self._swap.allocate(tenant, count)
 
     def _recycle_slot(self, now: float) -> None:
         """Free one slot that no page table names. There must be one."""
@@ -108,9 +112,8 @@ class Swapper:
 
     def _oldest_swapped(self) -> int:
         lru = self._residency.lru
-        coldest = [
-            lru.lists.coldest(tenant * len(Kind) + Kind.SWAPPED) for tenant in range(len(self._residency.tenants.names))
-        ]
+        tenants = range(len(self._residency.tenants.names))
+        coldest = [lru.lists.coldest(tenant * len(LruList) + LruList.SWAPPED) for tenant in tenants]
         return min((entry for entry in coldest if entry != ABSENT), key=lambda entry: self._cache.used_s[entry])
 
     def _slot_for_cache(self, tenant: int, now: float) -> int:
@@ -124,22 +127,32 @@ class Swapper:
             self._recycle_slot(now)
             if swap.cache_slots >= swap.bounds.cache:
                 return ABSENT
-        return swap.allocate(tenant)
+        return swap.allocate(tenant, 1)[0]
 
     # --- out
 
     def exclusive(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """(rows, pages, frames), each (N,): the entries of `rows` whose frame nobody else maps or copies."""
+        """(rows, pages, frames), each (N,): the entries of `rows` whose frame nobody outside them maps or copies."""
+        row_of, page_of, frames = self._resident(rows)
+        _, inverse, held = np.unique(frames, return_inverse=True, return_counts=True)
+        mine = (self._frames.references[frames] == held[inverse]) & (self._frames.pins[frames] == 0)
+        return row_of[mine], page_of[mine], frames[mine]
+
+    def exclusive_to_each(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """The same for each row by itself: the entries whose frame no other row maps."""
+        row_of, page_of, frames = self._resident(rows)
+        mine = (self._frames.references[frames] == 1) & (self._frames.pins[frames] == 0)
+        return row_of[mine], page_of[mine], frames[mine]
+
+    def _resident(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """(rows, pages, frames), each (N,): the entries of `rows` that name a frame."""
         tables = self._tables
         counts = tables.pages(rows)
         row_of = np.repeat(rows, counts)
         page_of = (np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)
         entries = tables.entries[row_of, page_of]
-        mine = entries >= 0
-        row_of, page_of, frames = row_of[mine], page_of[mine], entries[mine]
-        _, inverse, held = np.unique(frames, return_inverse=True, return_counts=True)
-        mine = (self._frames.references[frames] == held[inverse]) & (self._frames.pins[frames] == 0)
-        return row_of[mine], page_of[mine], frames[mine]
+        here = entries >= 0
+        return row_of[here], page_of[here], entries[here]
 
     def swap_out(self, rows: Int32Array, now: float) -> SwapOrders:
         """Order the exclusive pages of `rows` (distinct; a fork family goes as one) out.
@@ -151,10 +164,11 @@ class Swapper:
         is_dirty = slots == ABSENT
         dirty = np.unique(frames[is_dirty])
         tenant = int(self._tables.tenants[rows[0]])
-        clean_slots = len(np.unique(slots[~is_dirty]))  # become slots of a Sequence, too
-        obtainable = max(0, self.obtainable_slots(tenant) - clean_slots)
-        if len(dirty) > obtainable:
-            raise OutOfSwapSlots(len(dirty), obtainable)
+        # Clean pages keep their slots, which become those of a Sequence unless they are already.
+        clean = sum(not self._swap.references[slot] for slot in np.unique(slots[~is_dirty]).tolist())
+        obtainable = self.obtainable_slots(tenant, clean)
+        if len(frames) and obtainable < len(dirty):
+            raise OutOfSwapSlots(len(dirty) + clean, max(0, obtainable + clean))
         np.add.at(self._tables.barred, row_of, 1)
         self._name_slots(row_of[~is_dirty], page_of[~is_dirty], frames[~is_dirty], slots[~is_dirty])
         if not len(dirty):
@@ -162,7 +176,7 @@ class Swapper:
         rows_left, pages_left = row_of[is_dirty], page_of[is_dirty]
         leaving = _Leaving(rows_left, pages_left, self._tables.epochs[rows_left], frames[is_dirty])
         self._swap.promised_slots += len(dirty)
-        return self._order_out(dirty, [self._take_slot(tenant, now) for _ in range(len(dirty))], leaving)
+        return self._order_out(dirty, self._take_slots(tenant, len(dirty), now), leaving)
 
     def swap_out_cached(self, entries: list[int], now: float, needed_for: str) -> SwapOrders:
         """Free the frames of idle cached pages that are off the lists: drop clean ones, order dirty ones out.
@@ -188,6 +202,7 @@ class Swapper:
         self.arriving_frames += len(frames)
         orders = SwapOrders(self._next_ticket(), out_frames=frames, out_slots=np.array(slots, np.int32))
         self.in_flight[orders.ticket] = Transfer(orders, leaving)
+        self._record(EventKind.SWAP_OUT, int(leaving.rows[0]) if leaving is not None else ABSENT, orders)
         return orders
 
     def _name_slots(self, rows: Int32Array, pages: Int32Array, frames: Int32Array, slots: Int32Array) -> None:
@@ -238,7 +253,7 @@ class Swapper:
                 if entry != ABSENT:
                     self._residency.lru.remove(entry)
             self._name_frames(row, pages[twins != ABSENT], here)
-        orders = self._order_in(missing, [tenant] * len(missing), now, needed_for)
+        orders = self._order_in(missing, [tenant] * len(missing), now, needed_for, row)
         for page, slot in zip(pages.tolist(), slots, strict=True):
             if (transfer := self._coming.get(slot)) is not None:
                 transfer.waiting[_Waiting(row, page, epoch, slot)] = None
@@ -250,14 +265,14 @@ class Swapper:
         missing = [slot for slot in slots if slot not in self._coming]
         tenants = [int(self._residency.tenants.of_slot[slot]) for slot in missing]
         self._check_room(tenants, spoken_for=0)
-        return self._order_in(missing, tenants, now, needed_for)
+        return self._order_in(missing, tenants, now, needed_for, ABSENT)
 
     def _check_room(self, tenants: list[int], spoken_for: int) -> None:
         needs = np.bincount(np.array(tenants, np.int64), minlength=len(self._residency.tenants.names)).astype(np.int64)
         if error := self._reclaimer.shortage(needs, spoken_for):
             raise error
 
-    def _order_in(self, slots: list[int], tenants: list[int], now: float, needed_for: str) -> SwapOrders:
+    def _order_in(self, slots: list[int], tenants: list[int], now: float, needed_for: str, row: int) -> SwapOrders:
         """Copy `slots`, which are not coming yet, into new frames, one for each of `tenants`."""
         if not slots:
             return SwapOrders()
@@ -270,7 +285,13 @@ class Swapper:
         orders = SwapOrders(self._next_ticket(), in_slots=np.array(slots, np.int32), in_frames=frames)
         transfer = self.in_flight[orders.ticket] = Transfer(orders)
         self._coming.update(dict.fromkeys(slots, transfer))
+        self._record(EventKind.SWAP_IN, row, orders)
         return orders
+
+    def _record(self, kind: EventKind, row: int, orders: SwapOrders) -> None:
+        """An event about an order; row ABSENT: for nobody in particular."""
+        serial, tenant = (int(self._tables.serials[row]), int(self._tables.tenants[row])) if row != ABSENT else (0, 0)
+        self._residency.recorder.record(kind, serial, tenant, orders.ticket, len(orders))
 
     def _name_frames(self, row: int, pages: Int32Array, frames: Int32Array) -> None:
         """Entries of `row` that name slots name frames[i], which have the same content, from now on."""
@@ -295,6 +316,7 @@ class Swapper:
             self._complete_out(transfer)
         if len(transfer.orders.in_frames):
             self._complete_in(transfer)
+        self._record(EventKind.COMPLETE, ABSENT, transfer.orders)
 
     def _complete_out(self, transfer: Transfer) -> None:
         """SWAPPING OUT -> IN SWAP, for each page that nobody has mapped meanwhile."""
@@ -379,3 +401,4 @@ class Swapper:
             residency.settle_frame(frame)
         for slot in (*orders.out_slots.tolist(), *orders.in_slots.tolist()):
             residency.settle_slot(slot)
+        self._record(EventKind.FAIL, ABSENT, orders)

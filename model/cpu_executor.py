@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 
 from mm.addresses import PAGE_SIZE
+from mm.backing_store import BackingStore
+from mm.page_copies import SwapOrders
 from model.batch import failed_rows, forward_batch
 from model.config import ModelConfig
 from model.cpu_kernels import CpuKernels
@@ -71,21 +74,25 @@ class CpuExecutor:
         max_pages: int,
         page_size: int = PAGE_SIZE,
         threads: int | None = None,
+        slots: int = 0,
     ) -> None:
         """frames: of the pool; max_rows: Sequences that run at once; max_pages: of one Sequence; threads: None to
-        choose by measurement (`choose_threads`).
+        choose by measurement (`choose_threads`); slots: frames that fit into the swap area.
         """
         dtype = parameters.embedding.dtype
         self.frames = frames
         self.frame_bytes = frame_bytes(config, dtype, page_size)
         self.vocabulary = config.vocabulary
         self.pool = KvPool(config, dtype, frames=frames, page_size=page_size)
+        self.slots = slots
+        self._store = BackingStore(slots, self.frame_bytes, page_locked=False)
+        self._moved: deque[tuple[int, bool]] = deque()
         self._parameters = parameters
         self._kernels = CpuKernels(config, self.pool)
         self._tables = np.zeros((max_rows, max_pages), np.int32)
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._settings = SamplingRows.greedy(max_rows)
-        self._queue: SimpleQueue[tuple[StepPlan, CpuTicket] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[StepPlan, CpuTicket] | SwapOrders | None] = SimpleQueue()
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="cpu-executor", daemon=True)
         with torch.inference_mode():
@@ -101,8 +108,20 @@ class CpuExecutor:
         self._queue.put((plan, ticket))
         return ticket
 
+    def start(self, orders: SwapOrders) -> None:
+        """Enqueue swap copies, behind the steps submitted so far. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("the executor is closed")
+        if len(orders):
+            self._queue.put(orders)
+
+    def ended(self) -> list[tuple[int, bool]]:
+        """Tickets of swap orders that have ended, and whether they succeeded."""
+        return [self._moved.popleft() for _ in range(len(self._moved))]
+
     def close(self) -> None:
         """Finish what is enqueued, then end the thread. Idempotent."""
+        self._store.close()
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -114,6 +133,9 @@ class CpuExecutor:
     def _work(self) -> None:
         torch.set_num_threads(self.threads)  # of this thread: OpenMP keeps the number per thread
         while (entry := self._queue.get()) is not None:
+            if isinstance(entry, SwapOrders):
+                self._moved.append((entry.ticket, self._move(entry)))
+                continue
             plan, ticket = entry
             try:
                 ticket.finish(self._run(plan))
@@ -134,6 +156,17 @@ class CpuExecutor:
             times.append(time.perf_counter() - begun)
         torch.set_num_threads(before)
         return min(times[1:])
+
+    def _move(self, orders: SwapOrders) -> bool:
+        """Carry swap orders out. False if a slot has no memory: then nothing counts as moved."""
+        slots = np.concatenate((orders.out_slots, orders.in_slots)).tolist()
+        if not all(self._store.wait_for(slot) for slot in slots):
+            return False
+        for frame, slot in zip(orders.out_frames.tolist(), orders.out_slots.tolist(), strict=True):
+            self._store.slot(slot).copy_(self.pool.frame(frame))
+        for slot, frame in zip(orders.in_slots.tolist(), orders.in_frames.tolist(), strict=True):
+            self.pool.frame(frame).copy_(self._store.slot(slot))
+        return True
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.pool.copy(plan.orders.copies)

@@ -24,11 +24,14 @@ from cuda.page_copy import PageCopy
 from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from mm.addresses import PAGE_SIZE
+from mm.backing_store import BackingStore
+from mm.page_copies import SwapOrders
 from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.errors import OutOfDeviceMemory
 from model.parameters import Parameters
 from model.step_plan import RowSettings, StepPlan, StepResult
+from model.swap_mover import SwapMover
 from model.transformer import forward
 
 RING = 4
@@ -195,6 +198,7 @@ class CudaExecutor:
         max_rows: int,
         max_pages: int,
         max_batched_tokens: int,
+        slots: int = 0,
         graphs: bool = True,
     ) -> None:
         """frames: of the pool; None: as `utilization` of the device's memory holds and max_rows x max_pages can use.
@@ -220,6 +224,9 @@ class CudaExecutor:
             )
             self.results = self._program.results
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
+            self.slots = slots
+            self._store = BackingStore(slots, self.frame_bytes, page_locked=True)
+            self._mover = SwapMover(self._program.pool, self._store)
             self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by sequences, ascending
             self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (tokens, sequences), ascending
             self._warm_up(max_rows)
@@ -239,8 +246,18 @@ class CudaExecutor:
             self._program.run(self._program.sizes(plan, self._raw_stream))
         return CudaTicket(plan.step, slot, sequences, self)
 
+    def start(self, orders: SwapOrders) -> None:
+        """Enqueue swap copies on the side stream, behind the steps submitted so far."""
+        self._mover.start(orders, self.stream)
+
+    def ended(self) -> list[tuple[int, bool]]:
+        """Tickets of swap orders that have ended, and whether they succeeded."""
+        return self._mover.ended()
+
     def close(self) -> None:
         """Finish what is enqueued. Idempotent; the device's memory goes with the object."""
+        self._store.close()
+        self._mover.close()
         self.stream.synchronize()
         self._decode_graphs.clear()
         self._mixed_graphs.clear()

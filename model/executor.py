@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from mm.page_copies import SwapOrders
 from model.step_plan import StepPlan, Ticket
 
 
@@ -15,10 +16,19 @@ class Executor(Protocol):
     frames: int  # frames in the pool
     frame_bytes: int  # keys and values of one page, all layers
     vocabulary: int  # rows of the output matrix
+    slots: int  # swap slots that it can copy frames to and from; 0: no swap
     polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Enqueue one step and return at once."""
+        ...
+
+    def start(self, orders: SwapOrders) -> None:
+        """Enqueue swap copies and return at once (mm.page_copies.PageMover). They run beside later steps."""
+        ...
+
+    def ended(self) -> list[tuple[int, bool]]:
+        """Tickets of swap orders that ended since the last call, and whether all copies succeeded. Never blocks."""
         ...
 
     def close(self) -> None:

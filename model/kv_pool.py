@@ -34,6 +34,10 @@ class KvPool:
         size_bytes = frames * frame_bytes(config, dtype, page_size)
         self.data = torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
 
+    def frame(self, number: int) -> Tensor:
+        """(frame_bytes,) uint8: one frame, all layers, as bytes."""
+        return self.data[number].view(torch.uint8).view(-1)
+
     @property
     def vectors(self) -> Tensor:
         """(F * layers * 2 * KH * page_size, D): row ((frame * layers + layer) * 2 + kind) * KH + head) * page_size +

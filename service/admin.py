@@ -18,8 +18,10 @@ Facts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 
 async def meminfo(request: web.Request) -> web.Response:
     """GET /admin/v1/meminfo. Raises Loading."""
-    snapshot = request.app[FRONT_END].loaded().client.snapshot()
-    return _answer(request, _head(snapshot) | _memory(snapshot))
+    model = request.app[FRONT_END].loaded()
+    snapshot = model.client.snapshot()
+    weights: Facts = {"dtype": (model.dtype, ""), "weights_bytes": (model.weights_bytes, "B")}
+    return _answer(request, _head(snapshot) | _memory(snapshot) | weights)
 
 
 def _head(snapshot: EngineSnapshot) -> Facts:
@@ -31,13 +33,19 @@ def _head(snapshot: EngineSnapshot) -> Facts:
 
 
 def _memory(snapshot: EngineSnapshot) -> Facts:
+    """total = free + cached + active + copying; shared frames are active, slots are places in the host's memory."""
     memory = snapshot.memory
     return {
         "total": (memory.total_frames, "frames"),
         "free": (memory.free_frames, "frames"),
+        "cached": (memory.cached_frames, "frames"),
         "active": (memory.active_frames, "frames"),
+        "copying": (memory.copying_frames, "frames"),
         "shared": (memory.shared_frames, "frames"),
-        "available": (memory.free_frames, "frames"),
+        "available": (memory.available_frames, "frames"),
+        "host_total": (memory.total_slots, "slots"),
+        "host_free": (memory.free_slots, "slots"),
+        "cached_pages": (memory.cached_pages, "pages"),
         "references": (memory.references, ""),
         "address_spaces": (memory.rows, ""),
         "tokens": (memory.tokens, "tokens"),

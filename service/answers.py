@@ -4,6 +4,7 @@ An event is put together from bytes: what is the same in all events of a choice 
 event costs one JSON string. What the parts make up is one line of JSON (a test decodes every kind).
 """
 
+import time
 from typing import Any, Protocol
 
 import msgspec
@@ -35,6 +36,25 @@ def running_usage(prompt_tokens: int, completion_tokens: int) -> bytes:
     )
 
 
+def cache_info(choice: Choice) -> dict[str, Any]:
+    """What the page cache did for a choice that has ended.
+
+    {"cached_tokens": 32, "miss": {"reason": "evicted", "position": 32, "evicted_at": 1790000000.1, "evicted_for": "…"}}
+
+    position: the first prompt token that was computed. evicted_at, a unix time in seconds, and evicted_for, the request
+    that needed the memory, come with reason "evicted" only. miss is null where the cache was not asked.
+    """
+    ended = choice.ended
+    assert ended is not None, "sent before the end of the choice was known"
+    miss: dict[str, Any] | None = None
+    if ended.miss is not None:
+        miss = {"reason": ended.miss.reason, "position": ended.miss.position}
+        if ended.miss.evicted_s is not None:
+            age_s = time.monotonic() - ended.miss.evicted_s
+            miss |= {"evicted_at": round(time.time() - age_s, 3), "evicted_for": ended.miss.evicted_for}
+    return {"cached_tokens": ended.cached_tokens, "miss": miss}
+
+
 class Form(Protocol):
     """How one route writes answers."""
 
@@ -62,11 +82,21 @@ class _Envelope:
     answer_object: str
     event_object: str
 
-    def __init__(self, *, request_id: str, created: int, model: str, fingerprint: str, with_token_ids: bool) -> None:
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        with_token_ids: bool,
+        with_cache_info: bool,
+    ) -> None:
         """created: unix time in seconds. fingerprint: names the version and the model's files."""
         self._fields = {"id": self.prefix + request_id, "created": created, "model": model}
         self._fingerprint = fingerprint
         self._with_token_ids = with_token_ids
+        self._with_cache_info = with_cache_info
         # {"id":…,"object":…,"created":…,"model":…,"choices":[
         self._opening = DATA + _encode(self._envelope(self.event_object))[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}  # per choice
@@ -82,6 +112,12 @@ class _Envelope:
     def usage_event(self, generation: Generation) -> bytes:
         return self._opening + b'],"usage":' + _encode(usage(generation)) + b"}" + END
 
+    def _cache_info(self, choice: Choice, delta: Delta) -> bytes:
+        """A further member of the last event of a choice."""
+        if not self._with_cache_info or delta.finish_reason is None:
+            return b""
+        return b',"cache_info":' + _encode(cache_info(choice))
+
     def _whole(self, generation: Generation, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _encode(
             self._envelope(self.answer_object)
@@ -90,8 +126,8 @@ class _Envelope:
         )
 
 
-def _closing(delta: Delta, token_ids: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
-    """The rest of an event after its text. `token_ids` and `more`: further members of the choice and of the event."""
+def _closing(delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
+    """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
     if delta.finish_reason is None:
         reason = b',"logprobs":null,"finish_reason":null'
     else:
@@ -100,7 +136,7 @@ def _closing(delta: Delta, token_ids: bytes, usage_so_far: bytes | None, more: b
             _encode(delta.stop_reason),
         )
     so_far = b"" if usage_so_far is None else b',"usage":' + usage_so_far
-    return reason + token_ids + b"}]" + more + so_far + b"}" + END
+    return reason + members + b"}]" + more + so_far + b"}" + END
 
 
 class CompletionForm(_Envelope):
@@ -121,7 +157,7 @@ class CompletionForm(_Envelope):
             token_ids = b',"token_ids":' + _encode(delta.token_ids)
             if is_first:
                 token_ids += b',"prompt_token_ids":' + _encode(choice.prompt_ids)
-        return head + _encode(delta.text) + _closing(delta, token_ids, usage_so_far)
+        return head + _encode(delta.text) + _closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
 
     def whole(self, generation: Generation, texts: list[str], token_ids: list[list[int]]) -> bytes:
         choices = []
@@ -135,6 +171,8 @@ class CompletionForm(_Envelope):
             }
             if self._with_token_ids:
                 fields |= {"token_ids": ids, "prompt_token_ids": choice.prompt_ids}
+            if self._with_cache_info:
+                fields["cache_info"] = cache_info(choice)
             choices.append(fields)
         return self._whole(generation, choices)
 
@@ -162,7 +200,7 @@ class ChatForm(_Envelope):
         else:
             content = b"{}"
         token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._with_token_ids else b""
-        return head + content + _closing(delta, token_ids, usage_so_far)
+        return head + content + _closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
 
     def whole(self, generation: Generation, texts: list[str], token_ids: list[list[int]]) -> bytes:
         choices = []
@@ -176,6 +214,8 @@ class ChatForm(_Envelope):
             }
             if self._with_token_ids:
                 fields["token_ids"] = ids
+            if self._with_cache_info:
+                fields["cache_info"] = cache_info(choice)
             choices.append(fields)
         more = {"prompt_token_ids": generation.choices[0].prompt_ids} if self._with_token_ids else {}
         return self._whole(generation, choices, **more)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from mm import PAGE_SIZE, MemoryManager, pages_for
@@ -22,30 +21,13 @@ from service.engine import Engine, EngineObserver
 from service.engine_client import Limits, LocalEngineClient
 from service.errors import ConfigurationError
 from service.scheduler import Scheduler, SchedulerSettings
+from service.settings import Settings
 
 Report = Callable[[int, int], None]
 """Progress of loading: report(done_bytes, total_bytes)."""
 
 CPU_KV_BYTES = 2 << 30
 """Default bound of the CPU's KV pool. Its memory is taken when touched, so a server with little load stays small."""
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides about an engine. None: chosen for the device and the model."""
-
-    device: str = "auto"  # auto, cpu, cuda
-    dtype: str = "auto"
-    load_format: str = "auto"  # "dummy": random weights from `seed`, for benchmarks
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    page_size: int = PAGE_SIZE
-    threads: int | None = None  # of the CPU executor
-    max_waiting: int = 8192
-    step_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +40,10 @@ class Assembly:
     client: LocalEngineClient
     device: str
     dtype: str
+    weights_bytes: int
 
 
-def assemble(
-    settings: EngineSettings, folder: Path, observer: EngineObserver, report: Report | None = None
-) -> Assembly:
+def assemble(settings: Settings, folder: Path, observer: EngineObserver, report: Report | None = None) -> Assembly:
     """Load the model in `folder` and build everything around it. Takes seconds; the engine is not running yet.
 
     Raises: model.errors.ModelError for the model; ConfigurationError for settings that cannot work with it.
@@ -82,11 +63,14 @@ def assemble(
         parameters = random_parameters(config, dtype, device, settings.seed)
     else:
         parameters = load_parameters(folder, config, dtype, device, report)
+    weights_bytes = parameters.size_bytes()
     max_pages = pages_for(max_length, settings.page_size)
     make = _cuda_executor if on_gpu else _cpu_executor
     executor = make(settings, config, parameters, max_rows, max_pages, budget)
     memory = MemoryManager(frames=executor.frames, max_rows=max_rows, max_pages=max_pages, page_size=settings.page_size)
-    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=budget, max_length=max_length))
+    scheduler = Scheduler(
+        memory, SchedulerSettings(max_running=max_rows, max_batched_tokens=budget, max_length=max_length)
+    )
     limits = Limits(
         max_model_len=max_length,
         max_request_tokens=memory.max_tokens,
@@ -96,7 +80,15 @@ def assemble(
     engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s)
     client = LocalEngineClient(engine)
     engine.connect(0, client)
-    return Assembly(config, executor, engine, client, device, str(dtype).removeprefix("torch."))
+    return Assembly(
+        config=config,
+        executor=executor,
+        engine=engine,
+        client=client,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        weights_bytes=weights_bytes,
+    )
 
 
 def _max_length(asked: int | None, config: ModelConfig) -> int:
@@ -112,7 +104,7 @@ def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
 
 
 def _cuda_executor(
-    settings: EngineSettings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
+    settings: Settings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
 ) -> Executor:
     check_cuda_namespace()
     from model.cuda_executor import CudaExecutor  # imports CuPy and the kernels' loader: absent where there is no GPU
@@ -141,7 +133,7 @@ def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, pag
 
 
 def _cpu_executor(
-    settings: EngineSettings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
+    settings: Settings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
 ) -> Executor:
     frames = _frames_in(settings.kv_cache_memory_bytes or CPU_KV_BYTES, config, parameters, settings.page_size)
     frames = min(frames, max_rows * max_pages)  # more could never be used

@@ -37,7 +37,9 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_ends_complete",
         "_finish",
+        "_held",
         "_include_stop",
         "_matcher",
         "_stop_token_ids",
@@ -61,10 +63,12 @@ class Choice:
         include_stop: bool,
         stop_token_ids: frozenset[int],
         finish: Callable[[int], None],
+        ends_complete: bool = False,
     ) -> None:
         """stop_token_ids: those that the client named, reported as stop_reason.
 
         finish(at) tells the engine to end the Sequence after `at` tokens; nothing happens if it has ended.
+        ends_complete: the last Delta waits for `ended`, as it is sent with numbers that come with it.
         """
         self.index = index
         self.prompt_ids = prompt_ids
@@ -78,6 +82,8 @@ class Choice:
         self._include_stop = include_stop
         self._stop_token_ids = stop_token_ids
         self._finish = finish
+        self._ends_complete = ends_complete
+        self._held: Delta | None = None
 
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.
@@ -88,7 +94,7 @@ class Choice:
         if ended is not None:
             self.ended = ended
         if self.finish_reason is not None:
-            return []  # tokens past a stop string were never made
+            return self._release_held()  # tokens past a stop string were never made
         if ended is not None:
             _check_end(ended)
         end_token = ended.end_token if ended is not None and ended.reason == "stop" else -1
@@ -104,7 +110,16 @@ class Choice:
                 break
         if ended is not None and self.finish_reason is None:
             deltas.append(self._last(deltas.pop() if deltas else Delta("", []), ended))
+        if self._ends_complete and self.finish_reason is not None and ended is None:
+            self._held = deltas.pop()
         return [_merged(deltas)] if len(deltas) > MERGE_ABOVE else deltas
+
+    def _release_held(self) -> list[Delta]:
+        """The last Delta, if it was kept back until now."""
+        if self._held is None or self.ended is None:
+            return []
+        held, self._held = self._held, None
+        return [held]
 
     def _delta(self, text: str, token_ids: list[int]) -> Delta:
         """New text, up to a stop string if it completes one."""

@@ -61,6 +61,7 @@ async def _answer(
         model=name,
         fingerprint=f"pagewalk-{front_end.settings.version}",
         with_token_ids=bool(body.return_token_ids),
+        with_cache_info=bool(body.return_cache_info),
     )
     generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}

@@ -39,6 +39,9 @@ from service.scheduler import Committed, Scheduler
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
 
+SWAP_POLL_S = 0.0005
+"""How often copies are asked for while nothing else is to do: a page takes some 10 us, a Sequence milliseconds."""
+
 log = structlog.get_logger("pagewalk.engine")
 
 
@@ -108,6 +111,7 @@ class Engine:
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
         self._step = 0
+        self._moving = 0  # swap orders that the executor has and has not reported
 
     # --- the loop
 
@@ -128,6 +132,9 @@ class Engine:
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
         self._read_messages()
+        for number, succeeded in self.executor.ended():
+            self._moving -= 1
+            self.scheduler.swap_ended(number, succeeded=succeeded)
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
@@ -135,8 +142,14 @@ class Engine:
         if plan is not None:
             ticket = self.executor.submit(plan)
             submitted = _InFlight(plan, ticket, scheduled - started, self._clock() - scheduled)
-        elif self.previous is None and self.scheduler.has_work:
-            raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
+        for orders in self.scheduler.take_swap_orders():
+            self._moving += 1
+            self.executor.start(orders)
+        if plan is None and self.previous is None and self.scheduler.has_work:
+            if not self._moving:
+                raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
+            await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
+            self._progress_s = self._clock()
         if self.previous is not None:
             await self._commit(self.previous)
         self.previous = submitted
@@ -242,7 +255,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Sequences in the queue, with those whose messages have not been read."""
-        return len(self.scheduler.waiting) + self._unread_submits
+        return len(self.scheduler.sequences.waiting) + self._unread_submits
 
     @property
     def is_alive(self) -> bool:
@@ -290,7 +303,8 @@ class Engine:
             state=self._state,
             step=self._step,
             uptime_s=self._clock() - self._started_s,
-            running=len(self.scheduler.running),
+            running=len(self.scheduler.sequences.running),
+            swapped=len(self.scheduler.sequences.swapped),
             waiting=self.waiting,
             preemptions=self.scheduler.preemptions,
             memory=memory.information(),

@@ -106,6 +106,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     step: int
     uptime_s: float
     running: int
+    swapped: int
     waiting: int
     preemptions: int
     memory: MemoryInformation

@@ -8,13 +8,14 @@ A text so long that it must break rule 1 is refused before it is tokenized.
 """
 
 import random
+import time
 from functools import partial
 from typing import Any
 
 from model.step_plan import SamplingParameters
 from service.choice import Choice, Delta
-from service.engine_client import Limits, Submit
-from service.errors import BadRequest, quoted
+from service.engine_client import EndReason, Limits, Submit
+from service.errors import BadRequest, EngineDead, quoted
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
 from service.served_model import ServedModel
 from service.token_stream import Inbox, TokenStream
@@ -144,6 +145,9 @@ class Generation:
         model.client.check_admission(len(prompts))
         self.inbox = Inbox()
         self.choices: list[Choice] = []
+        self._submitted_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._is_lost = False  # the engine has died under it
         self._by_stream: dict[TokenStream, Choice] = {}
         try:
             for ids, max_tokens in zip(prompts, budgets, strict=True):
@@ -176,6 +180,7 @@ class Generation:
             include_stop=include_stop,
             stop_token_ids=client_ends,
             finish=partial(model.client.finish, sequence_id),
+            ends_complete=bool(body.return_cache_info),
         )
         message = Submit(
             sequence_id=sequence_id,
@@ -184,6 +189,8 @@ class Generation:
             max_tokens=max_tokens,
             sampling=sampling,
             end_ids=[*own_ends, *sorted(client_ends)],
+            prefix_cache=body.prefix_cache is not False,
+            cache_salt=body.cache_salt or "",
         )
         model.client.submit(message, stream)
         self.choices.append(choice)
@@ -202,7 +209,14 @@ class Generation:
         news = []
         for stream in await self.inbox.next_ready():
             choice = self._by_stream[stream]
-            if deltas := choice.read():
+            try:
+                deltas = choice.read()
+            except EngineDead:
+                self._is_lost = True
+                raise
+            if self._first_token_s is None and choice.completion_tokens:
+                self._first_token_s = time.monotonic()
+            if deltas:
                 news.append((choice, deltas))
             if choice.ended is not None:
                 del self._by_stream[stream]
@@ -231,17 +245,26 @@ class Generation:
         return sum(choice.ended.cached_tokens for choice in self.choices if choice.ended is not None)
 
     def numbers(self) -> dict[str, Any]:
-        """For the request's log line. Times in milliseconds, known once a choice has ended."""
+        """For the request's log line. Times in milliseconds; None for what never happened or nobody has told."""
         ends = [choice.ended for choice in self.choices if choice.ended is not None]
         numbers: dict[str, Any] = {
             "choices": len(self.choices),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
-            "finish_reasons": sorted({choice.finish_reason or "none" for choice in self.choices}),
+            "finish_reasons": sorted({self._outcome(choice) for choice in self.choices}),
             "preemptions": sum(end.preemptions for end in ends),
+            "queue_ms": round(max(end.queue_s for end in ends) * 1000, 1) if ends else None,
+            "ttft_ms": None,
         }
-        if ends:
-            numbers["queue_ms"] = round(max(end.queue_s for end in ends) * 1000, 1)
-            numbers["ttft_ms"] = round(min(end.ttft_s for end in ends) * 1000, 1)
+        if self._first_token_s is not None:  # as the handler saw it: it counts for aborted requests too
+            numbers["ttft_ms"] = round((self._first_token_s - self._submitted_s) * 1000, 1)
         return numbers
+
+    def _outcome(self, choice: Choice) -> EndReason:
+        """How a choice ended, also where no client is told."""
+        if choice.finish_reason is not None:
+            return choice.finish_reason
+        if choice.ended is not None:
+            return choice.ended.reason
+        return "error" if self._is_lost else "abort"

@@ -101,7 +101,7 @@ class ServedFacts:
             "block_size": str(page_size),
             "num_gpu_blocks": str(frames),
             "cache_dtype": dtype,
-            "enable_prefix_caching": "False",
+            "enable_prefix_caching": "True",  # requests may opt out one by one
             "gpu_memory_utilization": str(gpu_memory_utilization),
         }
         steps = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
@@ -239,15 +239,25 @@ class Metrics(Collector):
         memory, counters = snapshot.memory, snapshot.counters
         frames = GaugeMetricFamily("pagewalk_kv_frames", "Page frames by state", labels=["state"])
         frames.add_metric(["free"], memory.free_frames)
+        frames.add_metric(["cached"], memory.cached_frames)
         frames.add_metric(["active"], memory.active_frames)
+        frames.add_metric(["copying"], memory.copying_frames)
         yield frames
         size = GaugeMetricFamily("pagewalk_kv_bytes", "Memory for keys and values", labels=["tier"])
         size.add_metric([facts.tier], memory.total_frames * snapshot.frame_bytes)
         yield size
         events = CounterMetricFamily("pagewalk_kv_events", "Events of the memory manager", labels=["kind"])
-        events.add_metric(["alloc"], counters.allocate)
-        events.add_metric(["free"], counters.free)
-        events.add_metric(["cow"], counters.cow_fault)
+        kinds = {
+            "alloc": counters.allocate,
+            "free": counters.free,
+            "evict": counters.evict,
+            "refault": counters.refault,
+            "cow": counters.cow_fault,
+            "swap_in": counters.swap_in,
+            "swap_out": counters.swap_out,
+        }
+        for kind, count in kinds.items():
+            events.add_metric([kind], count)
         yield events
         steps = HistogramMetricFamily("pagewalk_step_seconds", "Host time of a step by phase", labels=["phase"])
         for phase, histogram in self._step_s.items():
@@ -256,11 +266,14 @@ class Metrics(Collector):
 
     def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
         keys, values = list(facts.labels), list(facts.labels.values())
-        memory = snapshot.memory
+        memory, counters = snapshot.memory, snapshot.counters
         gauges = {
             "num_requests_running": ("Sequences that run", float(snapshot.running)),
             "num_requests_waiting": ("Sequences that wait", float(snapshot.waiting)),
-            "kv_cache_usage_perc": ("Share of frames in use, 0 to 1", memory.active_frames / memory.total_frames),
+            "kv_cache_usage_perc": (
+                "Share of frames that sequences use, 0 to 1; cached ones count as free",
+                memory.active_frames / memory.total_frames,
+            ),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=keys)
@@ -279,6 +292,8 @@ class Metrics(Collector):
         counts = {
             "prompt_tokens": ("Prompt tokens of answered requests", self._prompt_tokens),
             "prompt_tokens_cached": ("... of them not computed", self._cached_tokens),
+            "prefix_cache_queries": ("Tokens looked up in the page cache, at each admission", counters.prefix_query),
+            "prefix_cache_hits": ("... of them found", counters.prefix_hit),
             "generation_tokens": ("Tokens generated", self._generated_tokens),
             "num_preemptions": ("Times a sequence lost its memory to another", snapshot.preemptions),
         }

@@ -1,10 +1,7 @@
 """A Sequence as the engine sees it: what was asked, where it stands, and its times.
 
-    WAITING ──admit──▶ RUNNING ──end token, limit, text stop, cancel, error──▶ ENDED
-       ▲                  │
-       └─────preempt──────┘        its frames are released; its tokens are kept and computed again on return
-
-While it runs, its tokens lie in the scheduler's row arrays; while it waits, in `tokens`.
+Its states and how it moves between them: sequences.py. While it has a row, its tokens lie in the arrays of rows.py;
+while it waits, in `tokens`.
 """
 
 from dataclasses import dataclass
@@ -12,15 +9,16 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mm import AddressSpace, ContentChain, Miss
+from mm import AddressSpace, ContentChain
 from mm.addresses import Int32Array
 from model.step_plan import SamplingParameters
-from service.engine_client import Submit
+from service.engine_client import MissInfo, Submit
 
 
 class State(Enum):
     WAITING = auto()
     RUNNING = auto()
+    SWAPPED = auto()
     ENDED = auto()
 
 
@@ -51,7 +49,8 @@ class Sequence:
     blocked_at: int = -1  # available frames when it last did not fit
     cached_of_row: int = 0  # tokens that were cached when it last entered a row
     cached_tokens: int = 0  # the same, the first time: what the client is told
-    miss: Miss | None = None  # why no more was cached, the first time
+    miss: MissInfo | None = None  # why no more was cached, the first time
+    remaining: int = 0  # tokens to compute when it returns from swap
     preemptions: int = 0
     admitted_s: float | None = None  # the first time
     first_token_s: float | None = None

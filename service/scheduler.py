@@ -27,18 +27,19 @@ Rules, cited by number below:
   6. Pages are cached at commit, when the step that filled them is known to be good.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from mm import MemoryManager, Miss, Namespace, PrefixMatch, pages_for
+from mm import Action, Candidates, MemoryManager, Namespace, PrefixMatch, SwapOrders, pages_for
 from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
-from service.engine_client import Ended, EndReason, MissInfo
+from service.engine_client import Ended, EndReason
 from service.request import Sequence, State
-from service.rows import RunningRows
+from service.sequences import Sequences, row_of, space_of
 
 LOOK_AHEAD = 32
 """Waiting Sequences that one step looks at: those in front may be waiting for pages that others compute."""
@@ -51,8 +52,9 @@ NOT_FINITE = "the model produced numbers that are not finite for this request"
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Bounds of one step and of the queue."""
+    """Bounds of a step."""
 
+    max_running: int  # Sequences that run at once
     max_batched_tokens: int  # query tokens of one step
     max_length: int  # prompt + output of one Sequence
     admission_headroom: float = 0.01  # share of the pool that admissions leave free while others run
@@ -76,6 +78,7 @@ class Committed:
 class _Steady:
     """Rows that decode step after step, and what stays the same meanwhile. Valid while no row changes hands."""
 
+    changes: int  # of Sequences, when this was made
     rows: Int32Array
     ones: Int32Array
     starts: Int32Array  # of the next step
@@ -101,43 +104,57 @@ class Scheduler:
     """Continuous batching over the rows of `memory`."""
 
     def __init__(self, memory: MemoryManager, settings: SchedulerSettings) -> None:
-        rows = memory.tables.max_rows
-        if settings.max_batched_tokens < rows:
-            raise ValueError(f"a step of {settings.max_batched_tokens} tokens cannot hold one of each of {rows} rows")
+        if settings.max_batched_tokens < settings.max_running:
+            raise ValueError(
+                f"a step of {settings.max_batched_tokens} tokens cannot hold one of each of {settings.max_running} rows"
+            )
         self.memory = memory
         self.settings = settings
-        self.waiting: OrderedDict[tuple[int, int], Sequence] = OrderedDict()  # in order of arrival
-        self.running: OrderedDict[tuple[int, int], Sequence] = OrderedDict()  # in order of arrival
-        self.preemptions = 0
+        self.sequences = Sequences(memory, settings.max_length)
+        self._rows = self.sequences.rows
         self._step = 0
-        self._admissions = 0
-        self._rows = RunningRows(rows, settings.max_length)
         self._submitted: deque[_Submitted] = deque()
-        self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
-        self._entered: list[Sequence] = []  # rows whose sampling parameters the next plan carries
         self._steady: _Steady | None = None
+        self._swaps_work = memory.swap.total > 0
 
     # --- what the engine calls
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._submitted)
+        all_ = self.sequences
+        return bool(all_.waiting or all_.running or all_.swapped or self._submitted)
+
+    @property
+    def preemptions(self) -> int:
+        return self.sequences.preemptions
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new Sequence. It must fit into an empty pool: that is checked where it comes in."""
-        self.waiting[sequence.key] = sequence
+        self.sequences.add(sequence)
 
     def find(self, key: tuple[int, int]) -> Sequence | None:
         """A Sequence that has not ended."""
-        return self.running.get(key) or self.waiting.get(key)
+        return self.sequences.find(key)
+
+    def take_swap_orders(self) -> list[SwapOrders]:
+        """What the executor must start now, after the plan of the same turn was submitted."""
+        orders, self.sequences.swap_orders = self.sequences.swap_orders, []
+        return [order for order in orders if len(order)]
+
+    def swap_ended(self, ticket: int, *, succeeded: bool) -> None:
+        """A swap order has been carried out, or could not be: nothing is lost by that, but no more is swapped out."""
+        if succeeded:
+            self.memory.complete(ticket)
+        else:
+            self.memory.fail(ticket)
+            self._swaps_work = False
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
         self.memory.turn(now, self._step + 1)
-        if (steady := self._steady) is not None:
-            nobody_enters = not self.waiting or not self.memory.tables.free_rows
-            if nobody_enters and steady.steps > 0 and len(steady.rows) <= self.memory.available_frames:
-                return self._steady_plan(steady)
+        if (steady := self._steady) is not None and self._is_steady(steady):
+            return self._steady_plan(steady)
+        self._return_from_swap()
         decodes = self._choose_decodes()
         decodes, chunks = self._choose_prefills(decodes)
         budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
@@ -150,7 +167,8 @@ class Scheduler:
         """Take the result of the oldest submitted step: append tokens, find who ended, free what they held."""
         submitted, state = self._submitted.popleft(), self._rows
         steady = self._steady
-        if steady is not None and submitted.steady is steady and not result.failed.any():
+        is_same = steady is not None and submitted.steady is steady and steady.changes == self.sequences.changes
+        if steady is not None and is_same and not result.failed.any():
             return self._commit_steady(steady, result.tokens, now)
         sampled = np.flatnonzero(submitted.plan.samples)
         all_rows = submitted.plan.rows[sampled]
@@ -173,37 +191,27 @@ class Scheduler:
             committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
         return committed if mine.all() else self._commit_bereft(committed, submitted, result, sampled[~mine], now)
 
-    def end(
-        self,
-        sequence: Sequence,
-        reason: EndReason,
-        now: float,
-        *,
-        message: str = "",
-        end_token: int = -1,
-        output: int | None = None,
-    ) -> Ended:
-        """Release all that `sequence` holds, at once: its frames may be reused by later steps, which run later."""
-        if sequence.state is State.RUNNING:
-            self._leave(sequence)
-        else:
-            del self.waiting[sequence.key]
-        sequence.state = State.ENDED
-        admitted, first = sequence.admitted_s, sequence.first_token_s
-        return Ended(
-            sequence_id=sequence.sequence_id,
-            reason=reason,
-            message=message,
-            end_token=end_token if reason == "stop" else -1,
-            cached_tokens=sequence.cached_tokens,
-            miss=_miss_info(sequence.miss),
-            output_tokens=len(sequence.tokens) - sequence.prompt_tokens if output is None else output,
-            preemptions=sequence.preemptions,
-            queue_s=(now if admitted is None else admitted) - sequence.submitted_s,
-            ttft_s=(now if first is None else first) - sequence.submitted_s,
-        )
+    def end(self, sequence: Sequence, reason: EndReason, now: float, **facts: Any) -> Ended:
+        """Sequences.end."""
+        return self.sequences.end(sequence, reason, now, **facts)
 
     # --- steady decode
+
+    def _is_steady(self, steady: _Steady) -> bool:
+        """Whether the next step is the one before, one token further."""
+        all_ = self.sequences
+        return (
+            steady.changes == all_.changes
+            and steady.steps > 0
+            and not (all_.waiting and self._has_place)
+            and not all_.swapped
+            and len(steady.rows) <= self.memory.available_frames
+        )
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more Sequence may run."""
+        return len(self.sequences.running) < self.settings.max_running and self.memory.tables.free_rows > 0
 
     def _steady_plan(self, steady: _Steady) -> StepPlan:
         """The plan of the step before, one token further."""
@@ -264,13 +272,65 @@ class Scheduler:
     # --- choosing
 
     def _choose_decodes(self) -> Int32Array:
-        """(N,) rows with one token to compute; the youngest are preempted until each has its frame (rule 2)."""
+        """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
         state, lengths = self._rows, self.memory.tables.lengths
         rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
-        while len(rows) > (free := self.memory.available_frames) and self._frames_of_decodes(rows) > free:
-            self._preempt(next(reversed(self.running.values())))
+        if len(rows) <= self.memory.available_frames:
+            return rows
+        while (needed := self._frames_of_decodes(rows)) > self.memory.available_frames + self.memory.arriving_frames:
+            if not self._preempt_for(self.sequences.oldest(), needed - self.memory.available_frames):
+                break
             rows = rows[state.remaining[rows] > 0]
-        return rows
+        return self._hold_back(rows)
+
+    def _hold_back(self, rows: Int32Array) -> Int32Array:
+        """Without the youngest ones that need frames which are not there yet: those are on their way to swap."""
+        if self._frames_of_decodes(rows) <= self.memory.available_frames:
+            return rows
+        rows = rows[np.argsort(self._rows.arrival[rows])]
+        needs = np.array([self._frames_of_decodes(rows[i : i + 1]) for i in range(len(rows))], np.int32)
+        return rows[np.cumsum(needs) <= self.memory.available_frames]
+
+    def _preempt_for(self, sequence: Sequence, frames: int) -> bool:
+        """Preempt younger ones to get `frames`: whom, and by swap or recomputation, mm's score says (rule 2)."""
+        younger = self.sequences.younger_than(sequence)
+        if not younger:
+            return False
+        victim = self.memory.choose_victim(self._candidates(younger), frames)
+        if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
+            self.sequences.recompute(younger[-1])
+            return True
+        victims = [self._rows.at(row) for row in victim.rows.tolist()]
+        if victim.action is not Action.SWAP or not self._swaps_work or not self.sequences.swap_out(victims):
+            for sequence in victims:
+                self.sequences.recompute(sequence)
+        return True
+
+    def _candidates(self, sequences: list[Sequence]) -> Candidates:
+        """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
+        rows = np.array([row_of(sequence) for sequence in sequences], np.int32)
+        state = self._rows
+        done = (state.known[rows] - state.prompt[rows]) / np.maximum(state.limit[rows] - state.prompt[rows], 1)
+        preemptions = np.array([sequence.preemptions for sequence in sequences], np.int32)
+        return Candidates(rows, np.zeros(len(rows), np.int32), done.astype(np.float64), preemptions)
+
+    def _return_from_swap(self) -> None:
+        """Let those run whose pages are back; order pages back as there is room, oldest first, before any admission."""
+        all_ = self.sequences
+        for sequence in sorted(all_.swapped.values(), key=lambda other: int(self._rows.arrival[row_of(other)])):
+            space = space_of(sequence)
+            if space.is_resident:
+                all_.return_from_swap(sequence)
+                continue
+            room = self.memory.available_frames - (self._headroom if all_.running else 0)
+            if int(self.memory.tables.barred[space.row]) > room or not all_.bring_in(sequence):
+                break
+
+    @property
+    def _headroom(self) -> int:
+        """Frames that are left free for those that run when another one comes (rule 4)."""
+        share = int(self.memory.frames.total * self.settings.admission_headroom)
+        return max(share, len(self.sequences.running))
 
     def _frames_of_decodes(self, rows: Int32Array) -> int:
         return self.memory.frames_needed(rows, np.ones(len(rows), np.int32)) if len(rows) else 0
@@ -287,14 +347,14 @@ class Scheduler:
         for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
             if budget <= 0 or sequence.state is not State.RUNNING:
                 break  # preempted for an older one, and so are all after it
-            row = self._row(sequence)
+            row = row_of(sequence)
             count = min(int(state.remaining[row]), budget)
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
             while frames > self.memory.available_frames - taken:
-                victim = next(reversed(self.running.values()))
-                if victim is sequence:
+                if frames <= self.memory.available_frames + self.memory.arriving_frames - taken:
+                    return decodes, chunks  # they are on their way
+                if not self._preempt_for(sequence, frames + taken - self.memory.available_frames):
                     return decodes, chunks  # the youngest waits: the older ones will end
-                self._preempt(victim)
                 before = self._frames_of_decodes(decodes)
                 decodes = decodes[state.remaining[decodes] > 0]
                 taken -= before - self._frames_of_decodes(decodes)
@@ -306,15 +366,15 @@ class Scheduler:
     def _admit(self, decodes: Int32Array, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """First chunks of Sequences that enter a row now (rule 4)."""
         chunks: list[tuple[Sequence, int]] = []
-        if not self.waiting or budget <= 0:
+        if not self.sequences.waiting or self.sequences.swapped or budget <= 0:
             return chunks
         state, tables = self._rows, self.memory.tables
         prefilling = np.flatnonzero(state.remaining > 1).astype(np.int32)
         totals = tables.lengths[prefilling] + state.remaining[prefilling]
         promised = -(-totals // tables.page_size) - tables.pages(prefilling)
         free = self.memory.available_frames - self._frames_of_decodes(decodes) - int(promised.sum())
-        for sequence in list(islice(self.waiting.values(), LOOK_AHEAD)):
-            if budget <= 0 or not tables.free_rows or sequence.in_flight or free <= sequence.blocked_at:
+        for sequence in list(islice(self.sequences.waiting.values(), LOOK_AHEAD)):
+            if budget <= 0 or not self._has_place or sequence.in_flight or free <= sequence.blocked_at:
                 break  # rule 3; or no more is free than when it did not fit
             match = self._look_up(sequence)
             if match is not None and self._should_await(sequence, match):
@@ -323,14 +383,16 @@ class Scheduler:
             frames = pages_for(count, tables.page_size)
             if match is not None:
                 frames = match.frames_for(count, tables.page_size) + match.idle_frames
-            headroom = max(int(self.memory.frames.total * self.settings.admission_headroom), len(self.running))
-            if self.running and frames + headroom > free:
+            if self.sequences.running and frames + self._headroom > free:
                 sequence.blocked_at = free
                 break
             if frames > free:  # alone it fits, but not beside cached pages of which it needs a copy too
-                match, frames = None, pages_for(count, tables.page_size)
-            self._enter(sequence, match, now)
+                match = None if match is None else match.whole_pages(tables.page_size)
+                frames = pages_for(count, tables.page_size)
+            self.sequences.enter(sequence, match, now)
             free -= frames
+            if sequence.state is not State.RUNNING:
+                continue  # some of its pages are in swap: it runs when they are back
             chunks.append((sequence, min(count - sequence.cached_of_row, budget)))
             budget -= chunks[-1][1]
         return chunks
@@ -341,7 +403,7 @@ class Scheduler:
             return None
         if sequence.chain is None:
             sequence.chain = self.memory.chain(sequence.tokens, Namespace(salt=sequence.cache_salt), sequence.tenant)
-        return self.memory.lookup(sequence.chain, resident_only=True)
+        return self.memory.lookup(sequence.chain)
 
     def _should_await(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether another Sequence is just computing what this one needs next (rule 5)."""
@@ -352,7 +414,7 @@ class Scheduler:
 
     def _plan(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         state = self._rows
-        chunk_rows = np.array([self._row(sequence) for sequence, _ in chunks], np.int32)
+        chunk_rows = np.array([row_of(sequence) for sequence, _ in chunks], np.int32)
         rows = np.concatenate((decodes, chunk_rows))
         counts = np.ones(len(rows), np.int32)
         counts[len(decodes) :] = [count for _, count in chunks]
@@ -366,10 +428,10 @@ class Scheduler:
         remaining = state.remaining[rows]
         samples = counts == remaining
         state.remaining[rows] = remaining - counts + samples
-        entered, self._entered = self._entered, []
+        entered, self.sequences.entered = self.sequences.entered, []
         settings = None
         if entered:
-            entered_rows = np.array([self._row(sequence) for sequence in entered], np.int32)
+            entered_rows = np.array([row_of(sequence) for sequence in entered], np.int32)
             settings = RowSettings(entered_rows, [sequence.sampling for sequence in entered])
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -396,6 +458,7 @@ class Scheduler:
         starts = plan.starts + 1
         width = max(len(self._rows.at(row).end_ids) for row in rows.tolist())
         return _Steady(
+            changes=self.sequences.changes,
             rows=rows,
             ones=np.ones(len(rows), np.int32),
             starts=starts,
@@ -408,74 +471,22 @@ class Scheduler:
             has_end_ids=width > 0,
         )
 
-    # --- moving between states
-
-    def _enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
-        """WAITING -> RUNNING, with what is cached of its tokens."""
-        del self.waiting[sequence.key]
-        sequence.space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match)
-        sequence.chain = None  # a preempted one has more tokens when it returns
-        sequence.blocked_at = -1
-        sequence.cached_of_row = sequence.space.length
-        self._admissions += 1
-        self._steady = None
-        self._rows.enter(sequence.space.row, sequence, self._admissions, sequence.cached_of_row)
-        self.running[sequence.key] = sequence
-        self._entered.append(sequence)
-        sequence.state = State.RUNNING
-        if sequence.admitted_s is None:
-            sequence.admitted_s = now
-            sequence.cached_tokens = sequence.cached_of_row
-            sequence.miss = None if match is None else match.miss
-
-    def _leave(self, sequence: Sequence) -> None:
-        """RUNNING -> nowhere: the row and all frames are free again."""
-        assert sequence.space is not None
-        self._steady = None
-        self._rows.leave(sequence.space.row)
-        sequence.space.release()
-        sequence.space = None
-        del self.running[sequence.key]
-        if sequence in self._entered:
-            self._entered.remove(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """RUNNING -> WAITING, at the head of the queue (rule 3). Its tokens will be computed again."""
-        row = self._row(sequence)
-        exist = int(self.memory.tables.lengths[row] + self._rows.remaining[row])
-        sequence.in_flight = exist - int(self._rows.known[row])
-        if sequence.in_flight:
-            self._bereft[row, int(self._rows.epoch[row])] = sequence
-        self._leave(sequence)
-        sequence.state = State.WAITING
-        sequence.preemptions += 1
-        self.preemptions += 1
-        self.waiting[sequence.key] = sequence
-        self.waiting.move_to_end(sequence.key, last=False)
-
     def _commit_bereft(
         self, committed: Committed, submitted: _Submitted, result: StepResult, places: Int64Array, now: float
     ) -> Committed:
         """Add the tokens of Sequences that were preempted while this step was on its way; other tokens are junk."""
         found: list[tuple[Sequence, int]] = []
         for place in places.tolist():
-            key = int(submitted.plan.rows[place]), int(submitted.epochs[place])
-            sequence = self._bereft.pop(key, None)
-            if sequence is None or sequence.state is State.ENDED:
+            sequence = self.sequences.claim(int(submitted.plan.rows[place]), int(submitted.epochs[place]))
+            if sequence is None:
                 continue
-            sequence.in_flight -= 1
             if result.failed[place]:
                 committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
                 continue
             token = int(result.tokens[place])
             found.append((sequence, token))
-            sequence.tokens = np.append(sequence.tokens, np.int32(token))
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            if token in sequence.end_ids:
-                committed.ended.append((sequence, self.end(sequence, "stop", now, end_token=token)))
-            elif len(sequence.tokens) == sequence.limit:
-                committed.ended.append((sequence, self.end(sequence, "length", now)))
+            if reason := self.sequences.give(sequence, token, now):
+                committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
         return Committed(
             np.append(committed.front_ends, np.array([s.front_end for s, _ in found], np.int32)),
             np.append(committed.sequence_ids, np.array([s.sequence_id for s, _ in found], np.int64)),
@@ -483,14 +494,3 @@ class Scheduler:
             np.append(committed.gaps_s, np.full(len(found), np.nan)),
             committed.ended,
         )
-
-    @staticmethod
-    def _row(sequence: Sequence) -> int:
-        assert sequence.space is not None
-        return sequence.space.row
-
-
-def _miss_info(miss: Miss | None) -> MissInfo | None:
-    if miss is None:
-        return None
-    return MissInfo(str(miss.reason), miss.position, miss.evicted_s, miss.evicted_for or "")

@@ -24,6 +24,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024  # held back text is bounded by the longest stop
 MAX_STOP_TOKEN_IDS = 128  # the engine compares every sampled token with them, each step
 MAX_ID_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 128
 SEEDS = range(-(2**63), 2**63)
 
 
@@ -147,6 +148,9 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     stream_options: StreamOptions | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    prefix_cache: bool | None = None
+    cache_salt: str | None = None
+    return_cache_info: bool | None = None
 
     # unused
     store: Any = None
@@ -172,8 +176,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     timeout_s: float | None = None
-    prefix_cache: bool | None = None
-    return_cache_info: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -181,7 +183,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: str | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
 
@@ -200,8 +201,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         "length_penalty": (1.0,),
         "early_stopping": (False,),
         "timeout_s": (),
-        "prefix_cache": (True,),
-        "return_cache_info": (False,),
         "spaces_between_special_tokens": (True,),
         "prompt_logprobs": (),
         "truncate_prompt_tokens": (),
@@ -209,7 +208,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
         "priority": (0,),
-        "cache_salt": (),
         "return_tokens_as_token_ids": (False,),
         "echo": (False,),
     }
@@ -234,6 +232,9 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
         if self.request_id is not None:
             check_request_id(self.request_id)
+        if self.cache_salt is not None and not CACHE_SALT.fullmatch(self.cache_salt):
+            message = f"cache_salt must be 1 to {MAX_SALT_CHARACTERS} characters, none of them @, /, \\ or NUL."
+            raise BadRequest(message, param="cache_salt")
 
     def _check_choices(self) -> None:
         _check_range("n", self.n, 1, MAX_CHOICES, f"1 to {MAX_CHOICES}")
@@ -421,6 +422,7 @@ def check_token_ids(ids: Sequence[int], vocabulary: int, *, param: str, path: st
     raise BadRequest(message, param=param)
 
 
+CACHE_SALT = re.compile(rf"[^@/\\\0]{{1,{MAX_SALT_CHARACTERS}}}")
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")
 
 

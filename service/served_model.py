@@ -22,6 +22,8 @@ class ServedModel:
     defaults: SamplingParameters  # from the model's generation settings; the seed is not used
     tokenizer: Tokenizer
     client: LocalEngineClient
+    dtype: str  # of weights, keys and values
+    weights_bytes: int
 
     def check_name(self, name: str | None) -> str:
         """The name to answer with: `name` if it is served, the first one for None. Raises NotFound."""

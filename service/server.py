@@ -173,6 +173,8 @@ class Server:
             ),
             tokenizer=loaded.tokenizer,
             client=assembly.client,
+            dtype=assembly.dtype,
+            weights_bytes=assembly.weights_bytes,
         )
 
     def _announce(self, loaded: Loaded) -> None:
@@ -386,12 +388,11 @@ def _load_tokenizer(folder: Path, template: str | None, vocabulary: int) -> Toke
 
 def _assemble(settings: Settings, folder: Path, metrics: Metrics) -> "Assembly":
     with _failures("load the model"):
-        from service.assembly import EngineSettings, assemble  # imports torch: seconds
+        from service.assembly import assemble  # imports torch: seconds
 
-        chosen = EngineSettings(**{name: getattr(settings, name) for name in EngineSettings.__struct_fields__})
         progress = Progress("weights")
         try:
-            return assemble(chosen, folder, metrics, progress)
+            return assemble(settings, folder, metrics, progress)
         finally:
             progress.close()
 

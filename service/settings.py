@@ -97,8 +97,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Positive | None,
         About(
             "Device and memory",
-            "memory for keys and values, such as 4GiB; auto: on the CPU what --max-num-seqs can use, at most a quarter "
-            "of the free memory; on a GPU what --gpu-memory-utilization leaves",
+            "memory for keys and values, such as 4GiB; auto: on the CPU what --max-num-seqs can use, at most 2GiB; on a "
+            "GPU what --gpu-memory-utilization leaves",
             "SIZE",
             auto=True,
             size=True,

@@ -229,7 +229,8 @@ def test_draws_are_those_of_the_definition(device, vocabulary, spread) -> None:
     different = 0
     for seed in range(rounds):
         parameters = [
-            SamplingParameters(p.temperature, p.top_k, p.top_p, (seed * 2**60 + i) % 2**64) for i, p in enumerate(SETTINGS)
+            SamplingParameters(p.temperature, p.top_k, p.top_p, (seed * 2**60 + i) % 2**64)
+            for i, p in enumerate(SETTINGS)
         ]
         positions = torch.randint(1, 100_000, (len(parameters),), generator=generator).tolist()
         logits = torch.randn(len(parameters), vocabulary, generator=generator) * spread

@@ -8,6 +8,7 @@ once and must be found within seconds.
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -28,17 +29,24 @@ from simulated_device import SimulatedDevice
 from simulated_mover import SimulatedMover
 
 from mm import (
+    Action,
     AddressSpace,
+    Advice,
+    Candidates,
     MemoryManager,
     Namespace,
     OutOfFrames,
     OutOfRows,
     OutOfSwapSlots,
+    OverCommit,
+    OvercommitMode,
     PageNotResident,
+    QuotaExceeded,
     SwapBounds,
     SwapOrders,
     TenantLimits,
     Watermarks,
+    WouldRun,
     address_space,
     audit,
     content,
@@ -57,9 +65,11 @@ SALTS = ("", "s")
 TENANTS = ("default", "a", "b")
 OPERATIONS = {
     "arrive": 5, "create": 1, "fork": 2, "step": 8, "commit": 1, "truncate": 1, "release": 3,
-    "swap_out": 2, "swap_in": 3, "background_reclaim": 1, "end_copies": 4, "wait": 1, "limit": 1,
+    "swap_out": 2, "swap_in": 3, "background_reclaim": 1, "end_copies": 4, "preempt": 1, "wait": 1, "limit": 0.5,
+    "pin": 0.7, "unpin": 0.5, "advise": 1, "advise_prefix": 1, "drop_caches": 0.2,
+    "commit_mode": 0.3, "open_slots": 0.3,
 }  # fmt: skip
-NEED_NO_SEQUENCE = {"arrive", "create", "background_reclaim", "end_copies", "wait", "limit"}
+NEED_A_SEQUENCE = {"fork", "step", "commit", "truncate", "release", "swap_out", "swap_in", "advise", "preempt"}
 LIMITS = [(0, 0, 100, 100), (0, 0, 100, 100), (2, 4, 100, 100), (0, 0, 4, 6), (1, 3, 6, 10), (0, 6, 8, 100)]
 MAX_ROWS, MAX_PAGES = 6, 12
 
@@ -104,6 +114,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.held: dict[int, Held] = {}
         self.names = count()
         self.prompts: list[list[int]] = [[]]
+        self.pinned: dict[int, list[int]] = {}  # pin -> what its frames must hold
 
     @initialize(
         frames=st.sampled_from([24, 16, 12, 8, 5, 3, 1]),
@@ -130,6 +141,7 @@ class MemoryMachine(RuleBasedStateMachine):
             page_size=page_size,
             slots=slots,
             watermarks=Watermarks(0, high // 2, high),
+            opened_slots=slots // 2,
             swap_bounds=SwapBounds(sequences=max(0, slots - 2), cache=int(slots * cache_share)),
             secret=b"test",
         )
@@ -149,7 +161,7 @@ class MemoryMachine(RuleBasedStateMachine):
         leaves out rules and repeats values, and long chains of events that need each other never happen.
         """
         (name,) = draw.choices(list(OPERATIONS), list(OPERATIONS.values()))
-        if self.held or name in NEED_NO_SEQUENCE:
+        if self.held or name not in NEED_A_SEQUENCE:
             getattr(self, name)(draw)
 
     def some_row(self, draw: Random) -> int:
@@ -172,16 +184,27 @@ class MemoryMachine(RuleBasedStateMachine):
         before = self.snapshot()
         chain = self.memory.chain(np.array(prompt, np.int32), Namespace(adapter=adapter, salt=salt), tenant)
         match = self.memory.lookup(chain, resident_only=resident_only)
+        limit = len(prompt) + draw.randint(0, 20)
+        forecast = self.memory.would_run(chain, limit, tenant)
         assert self.snapshot() == before
         assert match.cached_tokens <= len(prompt) - 1
         assert match.miss.position == match.cached_tokens
         assert not (resident_only and match.swapped_pages)
+        if cut := draw.random() < 0.2:
+            match = match.whole_pages(self.memory.page_size)
+            assert match.cached_tokens == match.miss.position // self.memory.page_size * self.memory.page_size
         if not self.memory.tables.free_rows:
             with pytest.raises(OutOfRows):
                 self.memory.create("one too many", tenant=tenant, match=match)
             return
         available = self.memory.available_frames
-        space = self.memory.create(f"request {next(self.names)}", tenant=tenant, match=match)
+        name = f"request {next(self.names)}"
+        try:
+            space = self.memory.create(name, tenant=tenant, match=match, max_tokens=limit)
+        except OverCommit:
+            assert self.snapshot() == before
+            assert forecast.verdict is not WouldRun.NOW
+            return
         if not self.memory.tenants.is_limited:
             assert self.memory.available_frames == available - match.idle_frames
         assert space.length == match.cached_tokens
@@ -190,6 +213,11 @@ class MemoryMachine(RuleBasedStateMachine):
         held.good = space.length
         self.held[space.row] = held
         self.tokens[space.row, : len(prompt)] = prompt
+        if space.is_resident and not resident_only and not cut:
+            rest = np.array([len(prompt) - space.length], np.int32)
+            shortage = self.memory.shortage(np.array([space.row], np.int32), rest)
+            assert shortage is None if forecast.verdict is WouldRun.NOW else True
+            assert shortage is not None or forecast.verdict is not WouldRun.WAIT
         self.prompts = [*self.prompts[-3:], prompt]
 
     def create(self, draw: Random) -> None:
@@ -203,9 +231,13 @@ class MemoryMachine(RuleBasedStateMachine):
         row = self.some_row(draw)
         if not self.memory.tables.free_rows:
             return
-        free = self.memory.free_frames
+        free, before = self.memory.free_frames, self.snapshot()
         parent = self.held[row]
-        space, orders = parent.space.fork(f"child {next(self.names)}")
+        try:
+            space, orders = parent.space.fork(f"child {next(self.names)}")
+        except OverCommit:
+            assert self.snapshot() == before
+            return
         assert self.memory.free_frames == free
         self.device.carry_out(orders)
         child = Held(space, parent.tenant, parent.adapter, list(parent.tokens), publishes=parent.publishes)
@@ -324,11 +356,95 @@ class MemoryMachine(RuleBasedStateMachine):
             else:
                 self.memory.fail(ticket)
 
+    # --- preemption, pins, hints
+
+    def preempt(self, draw: Random) -> None:
+        rows = np.array(self.some_rows(draw), np.int32)
+        count = len(rows)
+        candidates = Candidates(
+            rows,
+            np.array(draw.choices([0, 0, 1], k=count), np.int32),
+            np.array([draw.random() for _ in rows]),
+            np.array(draw.choices([0, 0, 3], k=count), np.int32),
+        )
+        if draw.random() < 0.2:
+            self.memory.set_oom_score_adj(self.held[int(rows[0])].space, draw.choice([-1000, -100, 500]))
+        before = self.snapshot()
+        self.memory.oom_table(candidates, 2)
+        assert self.snapshot() == before
+        victim = self.memory.choose_victim(candidates, draw.randint(1, 8))
+        if victim is None:
+            return
+        assert set(victim.rows.tolist()) <= set(rows.tolist())
+        free, arriving = self.memory.free_frames + self.memory.lru.idle_pages, self.memory.arriving_frames
+        if victim.action is Action.SWAP:
+            orders = self.memory.swap_out([self.held[row].space for row in victim.rows.tolist()])
+            self.start(orders)
+        else:
+            for row in victim.rows.tolist():
+                self.held.pop(row).space.release()
+        freed = self.memory.free_frames + self.memory.lru.idle_pages - free
+        assert freed + self.memory.arriving_frames - arriving == victim.frames
+
+    def pin(self, draw: Random) -> None:
+        prompt = draw.choice(self.prompts)
+        tenant, before = draw.choice(TENANTS), self.snapshot()
+        chain = self.memory.chain(np.array(prompt, np.int32), Namespace(), tenant)
+        try:
+            pin = self.memory.pin(chain, draw.choice(["x", "y"]), tenant=tenant, ttl_s=draw.choice([None, 50]))
+        except QuotaExceeded:
+            assert self.snapshot() == before
+            return
+        assert pin.tokens == len(pin.frames) * self.memory.page_size
+        self.pinned[pin.number] = values("", prompt[: pin.tokens])
+
+    def unpin(self, draw: Random) -> None:
+        if self.pinned:
+            number = draw.choice(sorted(self.pinned))
+            del self.pinned[number]
+            assert self.memory.unpin(number)
+            assert not self.memory.unpin(number)
+
+    def advise(self, draw: Random) -> None:
+        held, before = self.held[self.some_row(draw)], self.snapshot()
+        try:
+            self.start(held.space.advise(draw.choice(list(Advice))))
+        except (OutOfFrames, OutOfSwapSlots):
+            assert self.snapshot() == before
+
+    def advise_prefix(self, draw: Random) -> None:
+        chain = self.memory.chain(np.array(draw.choice(self.prompts), np.int32))
+        before = self.snapshot()
+        try:
+            self.start(self.memory.advise_prefix(chain, draw.choice(list(Advice))))
+        except OutOfFrames:
+            assert self.snapshot() == before
+
+    def drop_caches(self, draw: Random) -> None:
+        """Afterwards nothing is cached but what somebody maps or copies."""
+        dropped = self.memory.drop_caches()
+        assert dropped >= 0
+        assert self.memory.lru.idle_pages == 0
+        if not self.held and not self.pinned and not self.mover.in_flight:
+            assert self.memory.free_frames == self.memory.frames.total
+            assert self.memory.swap.free_slots == self.memory.swap.opened
+            assert not len(self.memory.cache)
+
     # --- settings
+
+    def commit_mode(self, draw: Random) -> None:
+        self.memory.ledger.mode = draw.choice([*OvercommitMode, OvercommitMode.HEURISTIC])
+
+    def open_slots(self, draw: Random) -> None:
+        opened = draw.randint(self.memory.swap.opened, self.memory.swap.total)
+        self.memory.open_slots(opened)
+        assert self.memory.swap.opened == opened
 
     def wait(self, draw: Random) -> None:
         self.now += draw.randint(0, 100)
         self.memory.turn(self.now, int(self.now))
+        self.pinned = {number: content for number, content in self.pinned.items() if number in self.memory.pins.held}
+        assert all(pin.expires_s is None or pin.expires_s > self.now for pin in self.memory.pins.held.values())
 
     def limit(self, draw: Random) -> None:
         limits = TenantLimits(
@@ -352,6 +468,9 @@ class MemoryMachine(RuleBasedStateMachine):
         for row, held in self.held.items():
             assert held.space.length == len(held.tokens)
             assert self.mover.read(row, len(held.tokens)) == values(held.adapter, held.tokens)
+        for number, content_of_pin in self.pinned.items():
+            frames = self.memory.pins.held[number].frames
+            assert self.device.pool[frames].reshape(-1).tolist() == content_of_pin
         self.check_cached_pages()
         self.check_information()
 
@@ -379,9 +498,17 @@ class MemoryMachine(RuleBasedStateMachine):
         now = self.memory.information()
         assert now.total_frames == now.free_frames + now.cached_frames + now.active_frames + now.copying_frames
         assert now.unused_tokens < max(1, now.rows) * self.memory.page_size
-        if not self.held and not self.mover.in_flight:
+        pss = sum(self.memory.sequence_memory(held.space).proportional for held in self.held.values())
+        rss = sum(self.memory.sequence_memory(held.space).resident for held in self.held.values())
+        pins = [pin.frames for pin in self.memory.pins.held.values()]
+        rss += sum(len(frames) for frames in pins)
+        pss += sum((1 / self.memory.frames.references[frames]).sum() for frames in pins)
+        assert rss == now.references
+        assert round(pss, 6) == now.active_frames
+        assert sum(tenant.current for tenant in self.memory.tenant_memory()) == now.total_frames - now.free_frames
+        if not self.held and not self.pinned and not self.mover.in_flight:
             assert now.free_frames + now.cached_frames == now.total_frames
-            assert now.references == now.sequence_slots == 0
+            assert now.references == now.sequence_slots == now.committed_frames == 0
 
     def snapshot(self) -> dict[str, Any]:
         """All state that a refused operation must not change."""
@@ -395,7 +522,9 @@ class MemoryMachine(RuleBasedStateMachine):
             "index": dict(memory.cache.index),
             "lists": [memory.lru.lists.members(number) for number in range(3 * len(memory.tenants.names))],
             "slots": memory.swap.free_list,
-            "counters": memory.counters(),
+            "counters": replace(memory.counters(), deny=0),
+            "committed": memory.ledger.committed,
+            "pins": dict(memory.pins.held),
             "writing": dict(memory.publisher.writing),
             "usage": memory.tenants.usage.tolist(),
         }

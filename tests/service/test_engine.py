@@ -81,7 +81,7 @@ async def running(
     *, frames: int = 64, rows: int = 4, max_waiting: int = 100, is_open: bool = True
 ) -> AsyncIterator[House]:
     memory = MemoryManager(frames=frames, max_rows=rows, max_pages=100, page_size=4)
-    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=16, max_length=400))
+    scheduler = Scheduler(memory, SchedulerSettings(max_running=rows, max_batched_tokens=16, max_length=400))
     executor, counter, clock = SimulatedExecutor(memory), Counter(), FakeClock()
     limits = Limits(max_model_len=400, max_request_tokens=memory.max_tokens, max_waiting=max_waiting, vocabulary=50)
     engine = Engine(scheduler, executor, limits, counter, step_timeout_s=60.0, clock=clock)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from model.step_plan import SamplingParameters
-from service.assembly import Assembly, EngineSettings, assemble
+from service.assembly import Assembly, assemble
 from service.engine import StepReport
 from service.engine_client import Ended, Submit
 from service.request import Sequence
 from service.token_stream import TokenStream
+from service.settings import Settings
 
 GREEDY = SamplingParameters(temperature=0.0)
 
@@ -41,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @asynccontextmanager
 async def engine(folder: Path, device: str, **settings: Any) -> AsyncIterator[Assembly]:
     chosen = {"max_num_seqs": 24, "max_num_batched_tokens": 512, "max_model_len": 2048, "dtype": "float32"} | settings
-    assembly = assemble(EngineSettings(device=device, **chosen), folder, Nobody())
+    assembly = assemble(Settings(device=device, **chosen), folder, Nobody())
     assembly.engine.open()
     task = asyncio.create_task(assembly.engine.run())
     try:

@@ -126,10 +126,10 @@ async def test_unused_fields_are_accepted(server: Server) -> None:
         ("n", 2), ("min_p", 0.1), ("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 1.1),
         ("min_tokens", 1), ("logit_bias", {"1": 1}), ("allowed_token_ids", [1]), ("bad_words", ["x"]),
         ("typical_p", 0.9), ("use_beam_search", True), ("beam_width", 4), ("length_penalty", 2),
-        ("early_stopping", "never"), ("timeout_s", 1), ("prefix_cache", False), ("return_cache_info", True),
+        ("early_stopping", "never"), ("timeout_s", 1),
         ("spaces_between_special_tokens", False), ("prompt_logprobs", 0), ("truncate_prompt_tokens", 5),
         ("truncation_side", "right"), ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}), ("priority", 1), ("cache_salt", "s"),
+        ("structured_outputs", {"regex": "a"}), ("priority", 1),
         ("return_tokens_as_token_ids", True), ("echo", True),
     ],
 )  # fmt: skip
@@ -162,8 +162,8 @@ async def test_fields_of_later_releases_on_one_route(server: Server, path: str, 
 async def test_neutral_values_of_later_fields_are_accepted(server: Server) -> None:
     asked = {
         "n": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "min_tokens": 0,
-        "typical_p": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "prefix_cache": True,
-        "return_cache_info": False, "spaces_between_special_tokens": True, "truncation_side": "left",
+        "typical_p": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False,
+        "spaces_between_special_tokens": True, "truncation_side": "left",
         "response_format": {"type": "text"}, "priority": 0, "return_tokens_as_token_ids": False, "echo": False,
     }  # fmt: skip
     assert (await server.complete(**asked, best_of=1)).status == 200
@@ -212,6 +212,11 @@ async def test_unknown_fields_may_be_ignored_by_a_setting(start: Start) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"stream": False, "stream_options": {}}, "stream_options", "stream"),
         ({"stream": 1}, "stream", "int"),
+        ({"cache_salt": ""}, "cache_salt", "1 to 128"), ({"cache_salt": "x" * 129}, "cache_salt", "1 to 128"),
+        ({"cache_salt": "a@b"}, "cache_salt", "@"), ({"cache_salt": "a/b"}, "cache_salt", "/"),
+        ({"cache_salt": "a\\b"}, "cache_salt", "NUL"), ({"cache_salt": "a\0b"}, "cache_salt", "NUL"),
+        ({"cache_salt": 1}, "cache_salt", "int"), ({"prefix_cache": "no"}, "prefix_cache", "str"),
+        ({"return_cache_info": 1}, "return_cache_info", "int"),
     ],
 )  # fmt: skip
 async def test_values_out_of_range(server: Server, fields: dict[str, Any], param: str, words: str) -> None:

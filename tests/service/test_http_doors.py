@@ -427,15 +427,20 @@ async def test_meminfo(start: Start) -> None:
         facts = await response.json()
     assert list(facts)[:3] == ["ts", "step", "uptime_s"]
     assert abs(facts["ts"] - time.time()) < 60
-    assert facts["total"] == facts["free"] + facts["active"] == 100
+    assert facts["total"] == facts["free"] + facts["cached"] + facts["active"] + facts["copying"] == 100
+    assert (facts["cached"], facts["copying"], facts["available"], facts["cached_pages"]) == (11, 2, 91, 14)
     assert (facts["shared"], facts["page_tokens"], facts["frame_bytes"]) == (2, 16, 4096)
+    assert (facts["host_total"], facts["host_free"]) == (40, 37)
+    assert (facts["dtype"], facts["weights_bytes"]) == ("bfloat16", 123_456)
     async with server.session.get(url, headers={"Accept": "text/plain"}) as response:
         assert response.content_type == "text/plain"
         lines = [line.split() for line in (await response.text()).splitlines()]
     assert {line[0].rstrip(":"): line[1] for line in lines[1:]} == {
         name: str(value) for name, value in list(facts.items())[1:]
     }
-    assert ["free:", "93", "frames"] in lines
+    assert ["free:", "80", "frames"] in lines
+    frames = {line[0].rstrip(":"): int(line[1]) for line in lines if line[2:] == ["frames"]}
+    assert frames["total"] == frames["free"] + frames["cached"] + frames["active"] + frames["copying"]
 
 
 async def test_meminfo_before_the_model(start: Start) -> None:

@@ -16,17 +16,18 @@ UNUSED = ["store", "metadata", "user", "prompt_cache_key", "service_tier", "safe
 NUMBERS = {"temperature": [0, 1, 1.5], "top_p": [1], "top_k": [-1, 0, 1, 2**31, 2**63, 10**12]}
 FLAGS: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False], "ignore_eos": [True, False], "skip_special_tokens": [True, False],
-    "stream": [True, False], "return_token_ids": [True, False],
+    "stream": [True, False], "return_token_ids": [True, False], "prefix_cache": [True, False],
+    "return_cache_info": [True, False],
 }  # fmt: skip
 NEUTRAL: dict[str, list[Any]] = {
     "min_p": [0], "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1], "min_tokens": [0],
     "typical_p": [1], "use_beam_search": [False], "length_penalty": [1], "early_stopping": [False],
-    "prefix_cache": [True], "return_cache_info": [False], "spaces_between_special_tokens": [True], "priority": [0],
+    "spaces_between_special_tokens": [True], "priority": [0],
     "return_tokens_as_token_ids": [False], "echo": [False],
 }  # fmt: skip
 SHARED: dict[str, list[Any]] = {
     "n": [1], "max_tokens": [1], "seed": [-1, 0, 1, 2**31, 10**12], "stop": ["x", "5", ["x"], []],
-    "stop_token_ids": [[], [1]], "request_id": ["x", "5"], **NUMBERS, **FLAGS, **NEUTRAL,
+    "stop_token_ids": [[], [1]], "request_id": ["x", "5"], "cache_salt": ["x", "5"], **NUMBERS, **FLAGS, **NEUTRAL,
     **dict.fromkeys(UNUSED, VALUES),
 }  # fmt: skip
 SERVED: dict[str, dict[str, list[Any]]] = {

@@ -18,8 +18,10 @@ from service.metrics import TOKEN_GAP_S, Histogram, Metrics, ServedFacts
 
 MEMORY = MemoryInformation(
     total_frames=100,
-    free_frames=75,
+    free_frames=60,
+    cached_frames=12,
     active_frames=25,
+    copying_frames=3,
     shared_frames=0,
     references=25,
     rows=3,
@@ -40,6 +42,21 @@ REPORT = StepReport(
 )
 
 
+COUNTERS = EventCounters(
+    allocate=30,
+    free=5,
+    cow_fault=1,
+    fork=0,
+    truncate=0,
+    prefix_query=640,
+    prefix_hit=96,
+    evict=6,
+    refault=2,
+    swap_in=3,
+    swap_out=4,
+)
+
+
 def served(**changes: Any) -> ServedFacts:
     snapshot = EngineSnapshot(
         state="ready",
@@ -49,7 +66,7 @@ def served(**changes: Any) -> ServedFacts:
         waiting=2,
         preemptions=7,
         memory=MEMORY,
-        counters=EventCounters(allocate=30, free=5, cow_fault=1, fork=0, truncate=0),
+        counters=COUNTERS,
         frame_bytes=1024,
     )
     facts: dict[str, Any] = {
@@ -92,7 +109,7 @@ def sequence(**times: float | None) -> Any:
 FIELD_NAMES = [
     *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
     *("cache_config_info", "prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total"),
-    *("num_preemptions_total", "request_success_total"),
+    *("num_preemptions_total", "request_success_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
     *(
         f"{name}_count"
         for name in (
@@ -135,7 +152,12 @@ def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7
     assert found["pagewalk_kv_bytes[('tier', 'host')]"] == 100 * 1024
-    assert found["pagewalk_kv_events_total[('kind', 'alloc')]"] == 30
+    kinds = {"alloc": 30, "free": 5, "evict": 6, "refault": 2, "cow": 1, "swap_in": 3, "swap_out": 4}
+    assert {kind: found[f"pagewalk_kv_events_total[('kind', '{kind}')]"] for kind in kinds} == kinds
+    states = {"free": 60, "cached": 12, "active": 25, "copying": 3}
+    assert {state: found[f"pagewalk_kv_frames[('state', '{state}')]"] for state in states} == states
+    assert sum(value for name, value in found.items() if name.startswith("pagewalk_kv_frames")) == 100
+    assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (640, 96)
 
 
 def test_a_step_is_counted(metrics: Metrics) -> None:

@@ -1,5 +1,6 @@
 """What each step does, without time, threads or a network: a simulated executor shows whether every token is right."""
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,9 +39,13 @@ class Driver:
 
     def step(self) -> None:
         self.now += 1.0
+        for ticket, succeeded in self.executor.ended():
+            self.scheduler.swap_ended(ticket, succeeded=succeeded)
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.tickets.append(self.executor.submit(plan))
+        for orders in self.scheduler.take_swap_orders():
+            self.executor.start(orders)
         if len(self.tickets) > (plan is not None):
             self.commit()
         self.scheduler.memory.check_invariants()
@@ -62,15 +67,27 @@ class Driver:
             steps += 1
             assert steps < limit, "no end: a livelock"
         assert self.scheduler.memory.available_frames == self.scheduler.memory.frames.total
-        assert not self.scheduler._bereft
+        assert not self.scheduler.sequences._bereft
         return steps
 
 
 def make(
-    *, frames: int = 64, rows: int = 8, page_size: int = 4, max_batched_tokens: int = 16, max_length: int = 200
+    *,
+    frames: int = 64,
+    rows: int = 8,
+    page_size: int = 4,
+    max_batched_tokens: int = 16,
+    max_length: int = 200,
+    slots: int = 0,
 ) -> Driver:
-    memory = MemoryManager(frames=frames, max_rows=rows, max_pages=-(-max_length // page_size), page_size=page_size)
-    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=max_batched_tokens, max_length=max_length))
+    memory = MemoryManager(
+        frames=frames, max_rows=rows, max_pages=-(-max_length // page_size), page_size=page_size, slots=slots
+    )
+    if slots:
+        memory.costs.copy_page_s = 1e-9  # swap is always worth it
+    scheduler = Scheduler(
+        memory, SchedulerSettings(max_running=rows, max_batched_tokens=max_batched_tokens, max_length=max_length)
+    )
     return Driver(scheduler, SimulatedExecutor(memory))
 
 
@@ -164,7 +181,7 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
     sequence = driver.submit(prompt_of(5), 12)
     for _ in range(4):
         driver.step()
-    driver.scheduler._preempt(sequence)
+    driver.scheduler.sequences.recompute(sequence)
     assert sequence.in_flight == 1
     assert driver.scheduler.schedule(driver.now) is None
     driver.commit()
@@ -178,7 +195,7 @@ def test_a_preempted_sequence_whose_token_in_flight_is_its_last_ends_there() -> 
     sequence = driver.submit(prompt_of(5), 3)
     for _ in range(3):
         driver.step()
-    driver.scheduler._preempt(sequence)
+    driver.scheduler.sequences.recompute(sequence)
     driver.run()
     assert driver.output[0] == expected_output(prompt_of(5), 3)
     assert driver.ended[0].reason == "length"
@@ -202,7 +219,7 @@ def test_cancelled_while_preempted_with_a_token_in_flight_is_gone() -> None:
     sequence = driver.submit(prompt_of(5), 12)
     for _ in range(4):
         driver.step()
-    driver.scheduler._preempt(sequence)
+    driver.scheduler.sequences.recompute(sequence)
     driver.scheduler.end(sequence, "abort", driver.now)
     output = list(driver.output[0])
     driver.run()
@@ -258,7 +275,10 @@ def test_any_mix_under_any_pressure_gives_every_sequence_its_own_tokens(data: st
         page_size=page_size,
         max_batched_tokens=data.draw(st.integers(rows, 24), "budget"),
         max_length=max_length,
+        slots=data.draw(st.sampled_from([0, 0, 5, 40]), "slots"),
     )
+    swaps = random.Random(data.draw(st.integers(0, 3), "swaps"))
+    driver.executor.end_swaps = lambda ticket: swaps.choice([None, None, True, True, True, False])
     asked: list[tuple[Sequence, list[int], int, tuple[int, ...]]] = []
     cancelled: set[int] = set()
     for _ in range(data.draw(st.integers(1, 10), "requests")):
@@ -436,7 +456,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     sequence = driver.submit(prompt_of(30), 12)
     for _ in range(6):
         driver.step()
-    driver.scheduler._preempt(sequence)
+    driver.scheduler.sequences.recompute(sequence)
     before = len(driver.executor.plans)
     driver.run()
     again = driver.executor.plans[before]
@@ -454,3 +474,76 @@ def test_a_prompt_as_large_as_the_pool_that_shares_part_of_a_page_still_runs() -
     driver.submit(large, 2)
     driver.run(limit=100)
     assert driver.output[1] == expected_output(large, 2)
+
+
+# --- preemption by swap
+
+
+def test_a_swapped_sequence_comes_back_and_computes_nothing_twice() -> None:
+    driver = make(frames=12, page_size=4, rows=4, slots=40)
+    for salt in range(3):
+        driver.submit(prompt_of(6, salt), 30)
+    driver.run()
+    counters = driver.scheduler.memory.counters()
+    assert counters.swap_out > 0
+    assert counters.swap_in > 0
+    computed = sum(len(plan.token_ids) for plan in driver.executor.plans)
+    assert computed == 3 * (6 + 29)  # every token once
+    for salt in range(3):
+        assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+def test_slow_copies_hold_up_their_own_sequence_only() -> None:
+    """The frames of a victim come late: who needs none meanwhile goes on, and all end well."""
+    driver = make(frames=14, page_size=4, rows=4, slots=40)
+    ages: dict[int, int] = {}
+
+    def end(ticket: int) -> bool | None:
+        ages[ticket] = ages.get(ticket, 0) + 1
+        return True if ages[ticket] > 5 else None
+
+    driver.executor.end_swaps = end
+    for salt in range(4):
+        driver.submit(prompt_of(6, salt), 30)
+    driver.run()
+    assert driver.scheduler.memory.counters().swap_out > 0
+    for salt in range(4):
+        assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+def test_a_swap_that_fails_loses_nothing_and_is_not_tried_again() -> None:
+    driver = make(frames=12, page_size=4, rows=4, slots=40)
+    driver.executor.end_swaps = lambda ticket: False
+    for salt in range(3):
+        driver.submit(prompt_of(6, salt), 30)
+    driver.run()
+    counters = driver.scheduler.memory.counters()
+    assert counters.swap_out == 0
+    assert counters.swap_failed > 0
+    for salt in range(3):
+        assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+def test_a_full_swap_area_falls_back_to_recomputation() -> None:
+    """C13."""
+    for slots in (0, 3):
+        driver = make(frames=12, page_size=4, rows=4, slots=slots)
+        for salt in range(6):
+            driver.submit(prompt_of(6, salt), 30)
+        driver.run()
+        assert driver.scheduler.preemptions > 0
+        for salt in range(6):
+            assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+def test_cancelled_while_swapped_frees_its_slots() -> None:
+    driver = make(frames=12, page_size=4, rows=4, slots=40)
+    sequences = [driver.submit(prompt_of(6, salt), 30) for salt in range(3)]
+    while not driver.scheduler.sequences.swapped:
+        driver.step()
+    victim = next(iter(driver.scheduler.sequences.swapped.values()))
+    driver.scheduler.end(victim, "abort", driver.now)
+    driver.run()
+    information = driver.scheduler.memory.information()
+    assert information.sequence_slots == 0
+    assert [s.state for s in sequences] == [State.ENDED] * 3

@@ -133,6 +133,8 @@ def served(engine: ScriptedEngine, **changes: Any) -> ServedModel:
         "defaults": SamplingParameters(temperature=0.5, top_k=40, top_p=0.9),
         "tokenizer": tiny_tokenizer(),
         "client": engine.client,
+        "dtype": "bfloat16",
+        "weights_bytes": 123_456,
     }
     return ServedModel(**defaults | changes)
 

@@ -17,6 +17,7 @@ from service.engine_client import (
     Limits,
     LocalEngineClient,
     Message,
+    MissInfo,
     Submit,
     TokenBatch,
 )
@@ -45,6 +46,7 @@ class ScriptedEngine:
     is_alive: bool = True
     fail_after: int | None = None  # tokens, then an error
     cached_tokens: int = 0
+    miss: MissInfo | None = None
     steps: int = 0
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -72,7 +74,9 @@ class ScriptedEngine:
             case Finish(sequence_id=sequence_id, at=at):
                 self.finished.append(message)
                 if self.lines.pop(sequence_id, None) is not None:
-                    ended = Ended(sequence_id, "stop", output_tokens=at, cached_tokens=self.cached_tokens)
+                    ended = Ended(
+                        sequence_id, "stop", output_tokens=at, cached_tokens=self.cached_tokens, miss=self.miss
+                    )
                     # the real one reads messages before its next step, not at once
                     asyncio.get_running_loop().call_soon(self._deliver, [], [], [ended])
 
@@ -106,6 +110,7 @@ class ScriptedEngine:
                         end_token=token if token in end_ids else -1,
                         output_tokens=line.said,
                         cached_tokens=self.cached_tokens,
+                        miss=self.miss,
                     )
                 )
                 del self.lines[sequence_id]
@@ -129,8 +134,14 @@ class ScriptedEngine:
             preemptions=0,
             memory=MemoryInformation(
                 total_frames=100,
-                free_frames=93,
+                free_frames=80,
+                cached_frames=11,
                 active_frames=7,
+                copying_frames=2,
+                available_frames=91,
+                cached_pages=14,
+                total_slots=40,
+                free_slots=37,
                 shared_frames=2,
                 references=9,
                 rows=3,

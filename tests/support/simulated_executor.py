@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 from simulated_device import SimulatedDevice
+from simulated_mover import SimulatedMover
 
-from mm import MemoryManager
+from mm import MemoryManager, SwapOrders
 from model.step_plan import FED_BACK, StepPlan, StepResult
 
 VOCABULARY = 50
@@ -63,6 +64,9 @@ class SimulatedExecutor:
         self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
         self.error: Exception | None = None  # what the next step raises
         self.is_closed = False
+        self.slots = memory.swap.total
+        self.mover = SimulatedMover(self.device)
+        self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
 
     def submit(self, plan: StepPlan) -> SimulatedTicket:
         self.check(plan)
@@ -79,6 +83,16 @@ class SimulatedExecutor:
         failed = np.zeros(len(plan.rows), np.bool_)
         failed[self.fail_rows(plan)] = True
         return SimulatedTicket(plan.step, self.error or StepResult(tokens, failed), self.gate)
+
+    def start(self, orders: SwapOrders) -> None:
+        self.mover.start(orders)
+
+    def ended(self) -> list[tuple[int, bool]]:
+        """`end_swaps` decides what ends now, of those in flight; without it all do, well."""
+        for ticket in list(self.mover.in_flight):
+            if (succeeds := self.end_swaps(ticket)) is not None:
+                self.mover.end(ticket, succeeds=succeeds)
+        return list(self.mover.ended())
 
     def check(self, plan: StepPlan) -> None:
         """What every executor may rely on."""

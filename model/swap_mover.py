@@ -1,0 +1,97 @@
+"""Carries swap orders out on a GPU: whole frames between the pool and page-locked host memory, by the copy engine.
+
+    step stream    ── step k ──┬── step k + 1 ──── step k + 2 ──
+    side stream                └─▶ wait ─▶ copies ─▶ event: ended
+
+A frame, all layers, is one run of bytes, so a copy is one call; runs of neighbouring frames and slots are one call too.
+The copy engine does the work: kernels that run beside it keep their speed.
+"""
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cuda.frames import FramePool
+from cuda.launch import driver
+from mm.addresses import Int32Array
+from mm.backing_store import BackingStore
+from mm.page_copies import SwapOrders
+
+
+@dataclass(slots=True)
+class _Moving:
+    """An order under way; `event` is None if it could not be started."""
+
+    ticket: int
+    event: torch.cuda.Event | None
+
+
+class SwapMover:
+    """`mm.page_copies.PageMover` between one pool and one backing store."""
+
+    def __init__(self, pool: FramePool, store: BackingStore) -> None:
+        self._pool, self._store = pool, store
+        self._base, self._size = pool.layer_address(0), pool.layout.frame_bytes
+        self._stream = torch.cuda.Stream(pool.data.device)
+        self._raw_stream = ctypes.c_void_p(int(self._stream.cuda_stream))
+        self._waiting: deque[tuple[SwapOrders, torch.cuda.Event]] = deque()  # for memory of the store
+        self._moving: deque[_Moving] = deque()
+
+    def start(self, orders: SwapOrders, after: torch.cuda.Stream) -> None:
+        """Enqueue the copies, behind all that is in `after` now."""
+        if len(orders):
+            begun = torch.cuda.Event()
+            begun.record(after)
+            self._waiting.append((orders, begun))
+            self._start_those_with_memory()
+
+    def ended(self) -> list[tuple[int, bool]]:
+        """Tickets that ended, in order, and whether all copies succeeded. Never blocks."""
+        self._start_those_with_memory()
+        ended = []
+        while self._moving and ((event := self._moving[0].event) is None or event.query()):
+            moved = self._moving.popleft()
+            ended.append((moved.ticket, moved.event is not None))
+        return ended
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+    def _start_those_with_memory(self) -> None:
+        while self._waiting:
+            orders, begun = self._waiting[0]
+            highest = max(orders.out_slots.max(initial=-1), orders.in_slots.max(initial=-1))
+            if highest >= self._store.ready_slots and not self._store.is_complete:
+                return  # its memory is still being page-locked
+            self._waiting.popleft()
+            if highest >= self._store.ready_slots:
+                self._moving.append(_Moving(orders.ticket, None))
+                continue
+            self._stream.wait_event(begun)
+            good = self._copy(orders.out_frames, orders.out_slots, is_out=True)
+            good = good and self._copy(orders.in_frames, orders.in_slots, is_out=False)
+            event = torch.cuda.Event() if good else None
+            if event is not None:
+                event.record(self._stream)
+            self._moving.append(_Moving(orders.ticket, event))
+
+    def _copy(self, frames: Int32Array, slots: Int32Array, *, is_out: bool) -> bool:
+        """Enqueue the copies of one direction, neighbours in one call. False if the driver refuses one."""
+        if not len(frames):
+            return True
+        order = np.argsort(slots, kind="stable")
+        frames, slots = frames[order], slots[order]
+        joined = (np.diff(frames) == 1) & (np.diff(slots) == 1)
+        joined &= np.array([self._store.are_neighbours(slot) for slot in slots[:-1].tolist()], np.bool_)
+        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(frames)]))
+        copy = driver().cuMemcpyAsync
+        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            device = ctypes.c_void_p(self._base + int(frames[first]) * self._size)
+            host = ctypes.c_void_p(self._store.address(int(slots[first])))
+            target, source = (host, device) if is_out else (device, host)
+            if copy(target, source, ctypes.c_size_t((last - first) * self._size), self._raw_stream):
+                return False
+        return True

@@ -1,0 +1,209 @@
+"""Every Sequence that has not ended, and how one moves between its states. Each transition is a method.
+
+WAITING ──enter──▶ RUNNING ◀──return_from_swap── SWAPPED
+   ▲                │   │                          ▲
+   └───recompute────┘   └─────────swap_out─────────┘          any ──end──▶ ENDED
+
+WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits at the head
+RUNNING    has a row and frames
+SWAPPED    has a row, which no step runs; its pages are in swap, on their way there, or on their way back
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+
+from mm import AddressSpace, MemoryManager, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
+from service.engine_client import Ended, EndReason, MissInfo
+from service.request import Sequence, State
+from service.rows import RunningRows
+
+Key = tuple[int, int]
+
+
+class Sequences:
+    """The states of all Sequences over the rows of one MemoryManager. Policy is the scheduler's."""
+
+    def __init__(self, memory: MemoryManager, max_length: int) -> None:
+        self.memory = memory
+        self.rows = RunningRows(memory.tables.max_rows, max_length)
+        self.waiting: OrderedDict[Key, Sequence] = OrderedDict()  # in order of arrival
+        self.running: OrderedDict[Key, Sequence] = OrderedDict()
+        self.swapped: OrderedDict[Key, Sequence] = OrderedDict()
+        self.changes = 0  # grows whenever a row is taken, given up, or stops running
+        self.preemptions = 0
+        self.entered: list[Sequence] = []  # whose sampling parameters no plan has carried yet
+        self.swap_orders: list[SwapOrders] = []  # given by mm, not handed to the executor yet
+        self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
+        self._arrivals = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting[sequence.key] = sequence
+
+    def find(self, key: Key) -> Sequence | None:
+        return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key)
+
+    def younger_than(self, sequence: Sequence) -> list[Sequence]:
+        """Who runs and arrived after it, oldest first."""
+        arrival = self.rows.arrival
+        younger = [other for other in self.running.values() if arrival[row_of(other)] > arrival[row_of(sequence)]]
+        return sorted(younger, key=lambda other: int(arrival[row_of(other)]))
+
+    def oldest(self) -> Sequence:
+        """Of those that run."""
+        return min(self.running.values(), key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
+
+    # --- transitions
+
+    def enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
+        """WAITING -> RUNNING, with what is cached of its tokens; -> SWAPPED while part of that is being brought in."""
+        del self.waiting[sequence.key]
+        space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match)
+        sequence.space = space
+        sequence.chain = None  # a preempted one has more tokens when it returns
+        sequence.blocked_at = -1
+        sequence.cached_of_row = space.length
+        self._arrivals += 1
+        self.rows.enter(space.row, sequence, self._arrivals, sequence.cached_of_row)
+        self.running[sequence.key] = sequence
+        self.entered.append(sequence)
+        sequence.state = State.RUNNING
+        self.changes += 1
+        if sequence.admitted_s is None:
+            sequence.admitted_s = now
+            sequence.cached_tokens = sequence.cached_of_row
+            if match is not None:
+                miss = match.miss
+                sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s, miss.evicted_for or "")
+        if not space.is_resident:
+            self._stop_running(sequence)
+            self.bring_in(sequence)
+
+    def recompute(self, sequence: Sequence) -> None:
+        """RUNNING -> WAITING, at the head of the queue. Its tokens will be computed again, unless still cached."""
+        row = row_of(sequence)
+        exist = int(self.memory.tables.lengths[row] + self.rows.remaining[row])
+        sequence.in_flight = exist - int(self.rows.known[row])
+        if sequence.in_flight:
+            self._bereft[row, int(self.rows.epoch[row])] = sequence
+        self._leave(sequence)
+        sequence.state = State.WAITING
+        self._count_preemption(sequence)
+        self.waiting[sequence.key] = sequence
+        self.waiting.move_to_end(sequence.key, last=False)
+
+    def swap_out(self, victims: list[Sequence]) -> bool:
+        """RUNNING -> SWAPPED, together: what they share with each other moves too. False: no slots, nothing done."""
+        try:
+            orders = self.memory.swap_out([space_of(victim) for victim in victims])
+        except OutOfSwapSlots:
+            return False
+        self.swap_orders.append(orders)
+        for victim in victims:
+            self._stop_running(victim)
+            self._count_preemption(victim)
+        return True
+
+    def bring_in(self, sequence: Sequence) -> bool:
+        """Order what a SWAPPED one has in swap; False if there are no frames for it now."""
+        try:
+            self.swap_orders.append(self.memory.swap_in(space_of(sequence)))
+        except OutOfFrames:
+            return False
+        return True
+
+    def return_from_swap(self, sequence: Sequence) -> None:
+        """SWAPPED -> RUNNING: all its pages are resident."""
+        del self.swapped[sequence.key]
+        self.running[sequence.key] = sequence
+        sequence.state = State.RUNNING
+        self.rows.remaining[row_of(sequence)] = sequence.remaining
+        self.changes += 1
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: EndReason,
+        now: float,
+        *,
+        message: str = "",
+        end_token: int = -1,
+        output: int | None = None,
+    ) -> Ended:
+        """-> ENDED: release all that it holds, at once. Its frames may be reused by later steps, which run later."""
+        if sequence.state is State.WAITING:
+            del self.waiting[sequence.key]
+        else:
+            self._leave(sequence)
+        sequence.state = State.ENDED
+        admitted, first = sequence.admitted_s, sequence.first_token_s
+        return Ended(
+            sequence_id=sequence.sequence_id,
+            reason=reason,
+            message=message,
+            end_token=end_token if reason == "stop" else -1,
+            output_tokens=len(sequence.tokens) - sequence.prompt_tokens if output is None else output,
+            cached_tokens=sequence.cached_tokens,
+            miss=sequence.miss,
+            preemptions=sequence.preemptions,
+            queue_s=(now if admitted is None else admitted) - sequence.submitted_s,
+            ttft_s=(now if first is None else first) - sequence.submitted_s,
+        )
+
+    # --- tokens that arrive after their Sequence was preempted
+
+    def claim(self, row: int, epoch: int) -> Sequence | None:
+        """Who ran in `row` when a step was submitted and waits for its token now; None if the token is nobody's."""
+        sequence = self._bereft.pop((row, epoch), None)
+        if sequence is None or sequence.state is State.ENDED:
+            return None
+        sequence.in_flight -= 1
+        return sequence
+
+    def give(self, sequence: Sequence, token: int, now: float) -> EndReason | None:
+        """A WAITING one gets its token. Returns the reason if it ends by that."""
+        sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        if token in sequence.end_ids:
+            return "stop"
+        return "length" if len(sequence.tokens) == sequence.limit else None
+
+    # --- inside
+
+    def _leave(self, sequence: Sequence) -> None:
+        """The row and all frames are free again."""
+        self.rows.leave(row_of(sequence))
+        space_of(sequence).release()
+        sequence.space = None
+        self.running.pop(sequence.key, None)
+        self.swapped.pop(sequence.key, None)
+        if sequence in self.entered:
+            self.entered.remove(sequence)
+        self.changes += 1
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """RUNNING -> SWAPPED: with nothing remaining, no step takes the row."""
+        row = row_of(sequence)
+        sequence.remaining = int(self.rows.remaining[row])
+        self.rows.remaining[row] = 0
+        del self.running[sequence.key]
+        self.swapped[sequence.key] = sequence
+        sequence.state = State.SWAPPED
+        self.changes += 1
+
+    def _count_preemption(self, sequence: Sequence) -> None:
+        sequence.preemptions += 1
+        self.preemptions += 1
+
+
+def row_of(sequence: Sequence) -> int:
+    """The row of a Sequence that has one."""
+    assert sequence.space is not None
+    return sequence.space.row
+
+
+def space_of(sequence: Sequence) -> AddressSpace:
+    """The memory of a Sequence that has some."""
+    assert sequence.space is not None
+    return sequence.space
