@@ -1,8 +1,8 @@
 """The host memory behind the swap slots: page-locked where a GPU copies to it, else plain. mm's only import of torch.
 
 Page-locking costs about half a second a gigabyte, so the memory is taken in chunks, in a thread, while the server
-starts. A slot whose chunk is not there yet has no memory; who wants to copy to it waits, or looks again later. A chunk that the
-system refuses ends the area there: its slots, and those after it, never get memory, and copies to them fail.
+starts. Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area there,
+with a warning: the area is then smaller than was asked for.
 """
 
 import logging
@@ -27,8 +27,6 @@ class BackingStore:
         self._page_locked = page_locked
         self._slots_a_chunk = max(1, chunk_bytes // slot_bytes)
         self._chunks: list[Tensor] = []
-        self._changed = threading.Condition()
-        self._is_complete = slots == 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._allocate, name="backing-store", daemon=True)
         if slots:
@@ -38,11 +36,6 @@ class BackingStore:
     def ready_slots(self) -> int:
         """Slots 0 ... ready_slots - 1 have memory."""
         return min(len(self._chunks) * self._slots_a_chunk, self.slots)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no more memory will come."""
-        return self._is_complete
 
     def slot(self, number: int) -> Tensor:
         """(slot_bytes,) uint8: the memory of a ready slot."""
@@ -57,12 +50,6 @@ class BackingStore:
     def are_neighbours(self, number: int) -> bool:
         """Whether slot number + 1 begins where slot `number` ends."""
         return (number + 1) % self._slots_a_chunk != 0
-
-    def wait_for(self, number: int) -> bool:
-        """Block until slot `number` has memory, or never will. Returns whether it has."""
-        with self._changed:
-            self._changed.wait_for(lambda: number < self.ready_slots or self._is_complete)
-            return number < self.ready_slots
 
     def close(self) -> None:
         """Stop taking memory, and give it back when nobody uses it any more. Idempotent."""
@@ -80,9 +67,4 @@ class BackingStore:
                 log.warning("swap area: %d of %d slots: %s", self.slots - left, self.slots, str(error).splitlines()[0])
                 break
             left -= size
-            with self._changed:
-                self._chunks.append(chunk)
-                self._changed.notify_all()
-        with self._changed:
-            self._is_complete = True
-            self._changed.notify_all()
+            self._chunks.append(chunk)

@@ -108,6 +108,10 @@ class CpuExecutor:
         self._queue.put((plan, ticket))
         return ticket
 
+    @property
+    def ready_slots(self) -> int:
+        return self._store.ready_slots
+
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies, behind the steps submitted so far. Raises RuntimeError after `close`."""
         if self._closed:
@@ -158,10 +162,7 @@ class CpuExecutor:
         return min(times[1:])
 
     def _move(self, orders: SwapOrders) -> bool:
-        """Carry swap orders out. False if a slot has no memory: then nothing counts as moved."""
-        slots = np.concatenate((orders.out_slots, orders.in_slots)).tolist()
-        if not all(self._store.wait_for(slot) for slot in slots):
-            return False
+        """Carry swap orders out. Memory to memory: it cannot fail."""
         for frame, slot in zip(orders.out_frames.tolist(), orders.out_slots.tolist(), strict=True):
             self._store.slot(slot).copy_(self.pool.frame(frame))
         for slot, frame in zip(orders.in_slots.tolist(), orders.in_frames.tolist(), strict=True):

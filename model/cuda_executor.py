@@ -11,7 +11,7 @@ Trap: everything is enqueued on one stream of this executor's own; it becomes th
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
 from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
-from mm.addresses import PAGE_SIZE
 from mm.backing_store import BackingStore
-from mm.page_copies import SwapOrders
+from mm.page_copies import SwapOrders, TableChanges
 from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.errors import OutOfDeviceMemory
@@ -36,6 +35,10 @@ from model.transformer import forward
 
 RING = 4
 """Uploads and results in flight at most. The engine has two; a slot is reused only after its step was committed."""
+
+UPLOADED_CHANGES = 1 << 16
+"""Page table changes that fit into a step's upload. More happen when many long prompts are found in the page cache at
+once: then they go ahead, by an ordinary copy."""
 
 RESERVE_BYTES = 1 << 30
 """Left free for cuBLAS workspaces, graphs and the driver."""
@@ -113,6 +116,7 @@ class DeviceProgram:
         *,
         frames: int | None,
         utilization: float,
+        max_running: int,
         max_rows: int,
         max_pages: int,
         max_tokens: int,
@@ -121,9 +125,9 @@ class DeviceProgram:
         device = parameters.embedding.device
         layout = FrameLayout(config.layers, config.kv_heads, config.head_dim, parameters.embedding.dtype)
         words = words_for(
-            sequences=max_rows,
+            sequences=max_running,
             tokens=max_tokens,
-            changes=max_tokens // PAGE_SIZE + 2 * max_rows,
+            changes=UPLOADED_CHANGES,
             settings=max_rows,
             copies=max_rows,
         )
@@ -132,17 +136,17 @@ class DeviceProgram:
             device,
             max_rows=max_rows,
             max_pages=max_pages,
-            max_sequences=max_rows,
+            max_sequences=max_running,
             max_tokens=max_tokens,
             upload_words=words,
         )
-        self.results = StepResults(RING, max_rows, page_locked=page_locked)
+        self.results = StepResults(RING, max_running, page_locked=page_locked)
         self._uploads = torch.zeros(RING, words, dtype=torch.int32, pin_memory=page_locked)
         self._upload_words = list(self._uploads.numpy())
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if frames is None:
-            buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_rows)
-            frames = _frames_that_fit(layout, utilization, buffers, max_rows * max_pages)
+            buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_running)
+            frames = _frames_that_fit(layout, utilization, buffers, max_running * max_pages)
         self.pool = FramePool(layout, frames, device)
         self.kernels = CudaKernels(config, loader, self.pool, self.state)
         self._parameters = parameters
@@ -152,13 +156,22 @@ class DeviceProgram:
 
     def upload(self, plan: StepPlan, slot: int, stream: int) -> None:
         """Enqueue the copy of a plan to the device, and its page copies. `stream` must be torch's current one."""
-        words = self._upload_words[slot]
-        used = pack(_upload_of(plan, slot), words)
+        words, upload = self._upload_words[slot], _upload_of(plan, slot)
+        if len(upload.changes) > UPLOADED_CHANGES:
+            self._send_ahead(upload.changes)
+            upload = replace(upload, changes=TableChanges())
+        used = pack(upload, words)
         source, target = self._copies(slot, used)
         target.copy_(source, non_blocking=True)
         copies = len(plan.orders.copies)
         if copies:
             self._copy(stream, *copies_of(self.state.upload, words, copies))
+
+    def _send_ahead(self, changes: TableChanges) -> None:
+        rows, pages, frames = (torch.from_numpy(part) for part in (changes.rows, changes.pages, changes.frames))
+        places = rows.long() * self.state.page_tables.shape[1] + pages
+        device = self.state.page_tables.device
+        self.state.page_tables.view(-1).index_copy_(0, places.to(device), frames.to(device))
 
     def _copies(self, slot: int, words: int) -> tuple[Tensor, Tensor]:
         """(page-locked, device) views of an upload's first `words`, or some more: made once for each power of two."""
@@ -195,13 +208,16 @@ class CudaExecutor:
         *,
         frames: int | None,
         utilization: float,
+        max_running: int,
         max_rows: int,
         max_pages: int,
         max_batched_tokens: int,
-        slots: int = 0,
+        swap_bytes: int = 0,
         graphs: bool = True,
     ) -> None:
-        """frames: of the pool; None: as `utilization` of the device's memory holds and max_rows x max_pages can use.
+        """max_running: Sequences in a step; max_rows: those, and the ones that are swapped out. frames: of the pool;
+        None: as `utilization` of the device's memory holds and max_rows x max_pages can use. swap_bytes: of the swap
+        area, which is at most as large as the pool.
 
         Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
         """
@@ -217,21 +233,22 @@ class CudaExecutor:
                 DeviceLoader(self._device_index),
                 frames=frames,
                 utilization=utilization,
+                max_running=max_running,
                 max_rows=max_rows,
                 max_pages=max_pages,
-                max_tokens=max(max_batched_tokens, max_rows),
+                max_tokens=max(max_batched_tokens, max_running),
                 page_locked=True,
             )
             self.results = self._program.results
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
-            self.slots = slots
-            self._store = BackingStore(slots, self.frame_bytes, page_locked=True)
+            self.slots = min(swap_bytes // self.frame_bytes, self.frames)
+            self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
             self._mover = SwapMover(self._program.pool, self._store)
             self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by sequences, ascending
             self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (tokens, sequences), ascending
-            self._warm_up(max_rows)
+            self._warm_up(max_running)
             if graphs:
-                self._capture(max_rows)
+                self._capture(max_running)
             self.stream.synchronize()
 
     def submit(self, plan: StepPlan) -> CudaTicket:
@@ -245,6 +262,10 @@ class CudaExecutor:
         else:
             self._program.run(self._program.sizes(plan, self._raw_stream))
         return CudaTicket(plan.step, slot, sequences, self)
+
+    @property
+    def ready_slots(self) -> int:
+        return self._store.ready_slots
 
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies on the side stream, behind the steps submitted so far."""
@@ -270,22 +291,22 @@ class CudaExecutor:
         fits = (graph for (t, s), graph in self._mixed_graphs.items() if t >= tokens and s >= sequences)
         return next(fits, None)
 
-    def _warm_up(self, max_rows: int) -> None:
+    def _warm_up(self, max_running: int) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
         program, stream = self._program, self._raw_stream
-        program.run(CudaStep(stream, max_rows, max_rows, decodes=max_rows, prefill_blocks=0))
-        blocks = program.kernels.prefill_blocks(program.max_tokens, max_rows)
-        program.run(CudaStep(stream, max_rows, program.max_tokens, decodes=0, prefill_blocks=blocks))
+        program.run(CudaStep(stream, max_running, max_running, decodes=max_running, prefill_blocks=0))
+        blocks = program.kernels.prefill_blocks(program.max_tokens, max_running)
+        program.run(CudaStep(stream, max_running, program.max_tokens, decodes=0, prefill_blocks=blocks))
         self.stream.synchronize()
 
-    def _capture(self, max_rows: int) -> None:
+    def _capture(self, max_running: int) -> None:
         """Capture decode steps and mixed steps for their ladders of sizes."""
         memory = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
-        for size in [size for size in GRAPH_SIZES if size < max_rows] + [max_rows]:
+        for size in [size for size in GRAPH_SIZES if size < max_running] + [max_running]:
             step = CudaStep(self._raw_stream, sequences=size, tokens=size, decodes=size, prefill_blocks=0)
             self._decode_graphs[size] = self._captured(step, memory)
         for tokens in (size for size in MIXED_TOKENS if size <= self._program.max_tokens):
-            most = min(tokens, max_rows)
+            most = min(tokens, max_running)
             for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
                 blocks = self._program.kernels.prefill_blocks(tokens, sequences)
                 step = CudaStep(self._raw_stream, sequences, tokens, decodes=sequences, prefill_blocks=blocks)

@@ -23,6 +23,11 @@ class Executor(Protocol):
         """Enqueue one step and return at once."""
         ...
 
+    @property
+    def ready_slots(self) -> int:
+        """Slots 0 ... ready_slots - 1 have memory behind them; it comes in the background. Grows up to `slots`."""
+        ...
+
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies and return at once (mm.page_copies.PageMover). They run beside later steps."""
         ...

@@ -37,20 +37,22 @@ class SwapMover:
         self._base, self._size = pool.layer_address(0), pool.layout.frame_bytes
         self._stream = torch.cuda.Stream(pool.data.device)
         self._raw_stream = ctypes.c_void_p(int(self._stream.cuda_stream))
-        self._waiting: deque[tuple[SwapOrders, torch.cuda.Event]] = deque()  # for memory of the store
         self._moving: deque[_Moving] = deque()
 
     def start(self, orders: SwapOrders, after: torch.cuda.Stream) -> None:
-        """Enqueue the copies, behind all that is in `after` now."""
-        if len(orders):
-            begun = torch.cuda.Event()
-            begun.record(after)
-            self._waiting.append((orders, begun))
-            self._start_those_with_memory()
+        """Enqueue the copies, behind all that is in `after` now. Every slot must be ready."""
+        if not len(orders):
+            return
+        self._stream.wait_stream(after)
+        good = self._copy(orders.out_frames, orders.out_slots, is_out=True)
+        good = good and self._copy(orders.in_frames, orders.in_slots, is_out=False)
+        event = torch.cuda.Event() if good else None
+        if event is not None:
+            event.record(self._stream)
+        self._moving.append(_Moving(orders.ticket, event))
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets that ended, in order, and whether all copies succeeded. Never blocks."""
-        self._start_those_with_memory()
         ended = []
         while self._moving and ((event := self._moving[0].event) is None or event.query()):
             moved = self._moving.popleft()
@@ -59,24 +61,6 @@ class SwapMover:
 
     def close(self) -> None:
         self._stream.synchronize()
-
-    def _start_those_with_memory(self) -> None:
-        while self._waiting:
-            orders, begun = self._waiting[0]
-            highest = max(orders.out_slots.max(initial=-1), orders.in_slots.max(initial=-1))
-            if highest >= self._store.ready_slots and not self._store.is_complete:
-                return  # its memory is still being page-locked
-            self._waiting.popleft()
-            if highest >= self._store.ready_slots:
-                self._moving.append(_Moving(orders.ticket, None))
-                continue
-            self._stream.wait_event(begun)
-            good = self._copy(orders.out_frames, orders.out_slots, is_out=True)
-            good = good and self._copy(orders.in_frames, orders.in_slots, is_out=False)
-            event = torch.cuda.Event() if good else None
-            if event is not None:
-                event.record(self._stream)
-            self._moving.append(_Moving(orders.ticket, event))
 
     def _copy(self, frames: Int32Array, slots: Int32Array, *, is_out: bool) -> bool:
         """Enqueue the copies of one direction, neighbours in one call. False if the driver refuses one."""

@@ -3,6 +3,7 @@
 One place, so that the server, `pagewalk check` and the benchmarks run the very same thing. Importing it imports torch.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,24 +54,23 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
     on_gpu = device == "cuda"
     dtype = _device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
     max_length = _max_length(settings.max_model_len, config)
-    max_rows = settings.max_num_seqs or (1024 if on_gpu else 32)
-    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 512)
-    if budget < max_rows:
-        raise ConfigurationError(
-            f"max_num_batched_tokens ({budget}) is below max_num_seqs ({max_rows}): a step gives each Sequence a token"
-        )
+    sizes = _sizes(settings, max_length, on_gpu=on_gpu)
     if settings.load_format == "dummy":
         parameters = random_parameters(config, dtype, device, settings.seed)
     else:
         parameters = load_parameters(folder, config, dtype, device, report)
     weights_bytes = parameters.size_bytes()
-    max_pages = pages_for(max_length, settings.page_size)
-    make = _cuda_executor if on_gpu else _cpu_executor
-    executor = make(settings, config, parameters, max_rows, max_pages, budget)
-    memory = MemoryManager(frames=executor.frames, max_rows=max_rows, max_pages=max_pages, page_size=settings.page_size)
-    scheduler = Scheduler(
-        memory, SchedulerSettings(max_running=max_rows, max_batched_tokens=budget, max_length=max_length)
+    executor = (_cuda_executor if on_gpu else _cpu_executor)(settings, config, parameters, sizes)
+    memory = MemoryManager(
+        frames=executor.frames,
+        max_rows=sizes.rows,
+        max_pages=sizes.pages,
+        page_size=settings.page_size,
+        slots=executor.slots,
+        opened_slots=0,
     )
+    bounds = SchedulerSettings(max_running=sizes.running, max_batched_tokens=sizes.tokens, max_length=max_length)
+    scheduler = Scheduler(memory, bounds)
     limits = Limits(
         max_model_len=max_length,
         max_request_tokens=memory.max_tokens,
@@ -91,6 +91,29 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What the executor, the memory manager and the scheduler must agree about."""
+
+    running: int  # Sequences in a step
+    rows: int  # of the page tables: those that run, and those that are swapped out
+    pages: int  # of one Sequence
+    tokens: int  # of one step
+
+
+def _sizes(settings: Settings, max_length: int, *, on_gpu: bool) -> _Sizes:
+    running = settings.max_num_seqs or (1024 if on_gpu else 32)
+    tokens = settings.max_num_batched_tokens or (8192 if on_gpu else 512)
+    if tokens < running:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({running}): a step gives each Sequence a token"
+        )
+    has_swap = on_gpu if settings.swap_memory_bytes is None else settings.swap_memory_bytes > 0
+    return _Sizes(
+        running, running + (running // 2 if has_swap else 0), pages_for(max_length, settings.page_size), tokens
+    )
+
+
 def _max_length(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_positions:
         raise ConfigurationError(f"max_model_len is {asked}, but the model has {config.max_positions} positions")
@@ -103,9 +126,7 @@ def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _cuda_executor(
-    settings: Settings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
-) -> Executor:
+def _cuda_executor(settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes) -> Executor:
     check_cuda_namespace()
     from model.cuda_executor import CudaExecutor  # imports CuPy and the kernels' loader: absent where there is no GPU
 
@@ -119,9 +140,11 @@ def _cuda_executor(
         parameters,
         frames=frames,
         utilization=settings.gpu_memory_utilization,
-        max_rows=max_rows,
-        max_pages=max_pages,
-        max_batched_tokens=budget,
+        max_running=sizes.running,
+        max_rows=sizes.rows,
+        max_pages=sizes.pages,
+        max_batched_tokens=sizes.tokens,
+        swap_bytes=_host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes,
     )
 
 
@@ -132,17 +155,25 @@ def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, pag
     return size_bytes // one
 
 
-def _cpu_executor(
-    settings: Settings, config: ModelConfig, parameters: Parameters, max_rows: int, max_pages: int, budget: int
-) -> Executor:
+def _cpu_executor(settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes) -> Executor:
     frames = _frames_in(settings.kv_cache_memory_bytes or CPU_KV_BYTES, config, parameters, settings.page_size)
-    frames = min(frames, max_rows * max_pages)  # more could never be used
+    frames = min(frames, sizes.running * sizes.pages)  # more could never be used
+    size = frame_bytes(config, parameters.embedding.dtype, settings.page_size)
     return CpuExecutor(
         config,
         parameters,
         frames=frames,
-        max_rows=max_rows,
-        max_pages=max_pages,
+        max_rows=sizes.rows,
+        max_pages=sizes.pages,
+        slots=(settings.swap_memory_bytes or 0) // size,
         page_size=settings.page_size,
         threads=settings.threads,
     )
+
+
+def _host_memory_bytes() -> int:
+    """What this process may use of the host's memory: the container's limit, or all there is."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return total if text == "max" else min(total, int(text))

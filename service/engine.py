@@ -111,6 +111,7 @@ class Engine:
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
         self._step = 0
+        self._ready_slots = 0
         self._moving = 0  # swap orders that the executor has and has not reported
 
     # --- the loop
@@ -132,6 +133,8 @@ class Engine:
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
         self._read_messages()
+        if self._ready_slots < self.executor.slots:
+            self._open_slots()
         for number, succeeded in self.executor.ended():
             self._moving -= 1
             self.scheduler.swap_ended(number, succeeded=succeeded)
@@ -232,6 +235,12 @@ class Engine:
                     ended = self.scheduler.end(sequence, "stop", now, output=at)
             self._deliver(front_end, TokenBatch(self._step, [], [], [ended]))
             self._observer.sequence_ended(sequence, ended, now)
+
+    def _open_slots(self) -> None:
+        """Swap slots become usable as the memory behind them is there."""
+        if (ready := self.executor.ready_slots) > self._ready_slots:
+            self._ready_slots = ready
+            self.scheduler.memory.open_slots(ready)
 
     def _publish(self, step: int, committed: Committed) -> None:
         """One token batch to each front end that the step concerns."""

@@ -267,9 +267,10 @@ class Metrics(Collector):
     def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
         keys, values = list(facts.labels), list(facts.labels.values())
         memory, counters = snapshot.memory, snapshot.counters
+        waiting = snapshot.waiting + snapshot.swapped
         gauges = {
             "num_requests_running": ("Sequences that run", float(snapshot.running)),
-            "num_requests_waiting": ("Sequences that wait", float(snapshot.waiting)),
+            "num_requests_waiting": ("Sequences that wait, in the queue or in swap", float(waiting)),
             "kv_cache_usage_perc": (
                 "Share of frames that sequences use, 0 to 1; cached ones count as free",
                 memory.active_frames / memory.total_frames,
@@ -282,7 +283,7 @@ class Metrics(Collector):
         by_reason = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", "Sequences that wait, by reason", labels=[*keys, "reason"]
         )
-        by_reason.add_metric([*values, "capacity"], snapshot.waiting)
+        by_reason.add_metric([*values, "capacity"], waiting)
         by_reason.add_metric([*values, "deferred"], 0)  # nothing is deferred: admission is in order of arrival
         yield by_reason
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*keys, *facts.cache])

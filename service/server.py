@@ -309,6 +309,7 @@ async def generate(loaded: Loaded, prompt_ids: list[int], max_tokens: int) -> li
             max_tokens=max_tokens,
             sampling=SamplingParameters(temperature=0.0),
             end_ids=[],
+            prefix_cache=False,  # nobody will ever ask this again
         ),
     )
     ended = await receiver.ended

@@ -97,8 +97,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Positive | None,
         About(
             "Device and memory",
-            "memory for keys and values, such as 4GiB; auto: on the CPU what --max-num-seqs can use, at most 2GiB; on a "
-            "GPU what --gpu-memory-utilization leaves",
+            "memory for keys and values, such as 4GiB; auto: on the CPU what --max-num-seqs can use, at most 2GiB; "
+            "on a GPU what --gpu-memory-utilization leaves",
+            "SIZE",
+            auto=True,
+            size=True,
+        ),
+    ] = None
+    swap_memory_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        About(
+            "Device and memory",
+            "memory for pages of preempted sequences and of the cache's second tier, such as 16GiB; auto: none on the "
+            "CPU; on a GPU a quarter of the host's memory, page-locked, at most as much as the pool",
             "SIZE",
             auto=True,
             size=True,

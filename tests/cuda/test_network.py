@@ -51,6 +51,7 @@ class ProgramExecutor:
             device.loader,
             frames=60,
             utilization=0.5,
+            max_running=ROWS,
             max_rows=ROWS,
             max_pages=PAGES,
             max_tokens=BUDGET,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plan_driver import GREEDY, PlanDriver, int32
 
-from mm.page_copies import MemoryOrders, PageCopies, TableChanges
+from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
 from model.config import read_config
 from model.cpu_executor import CpuExecutor, choose_dtype, choose_threads, usable_cores
 from model.loader import load_parameters
@@ -247,6 +247,22 @@ def test_usable_cores_are_at_least_one_and_no_more_than_there_are() -> None:
 
 
 @pytest.mark.slow
+def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
+    """The frames are overwritten meanwhile, and the rest of the answer is the same."""
+    running = executor_of(model.folder, slots=8)
+    first = plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2]))
+    tokens = [int(running.submit(first).wait().tokens[0])]
+    running.start(SwapOrders(1, out_frames=int32(0, 1, 2), out_slots=int32(5, 2, 7)))
+    running.submit(plan([1], [0], [PROMPT[::-1]], orders=mapped(1, [2, 1, 0]))).wait()
+    assert running.ended() == [(1, True)]
+    running.start(SwapOrders(2, in_slots=int32(5, 2, 7), in_frames=int32(40, 41, 42)))
+    again = plan([0], [len(PROMPT)], [tokens], orders=mapped(0, [40, 41, 42]), decodes=1)
+    tokens.append(int(running.submit(again).wait().tokens[0]))
+    running.close()
+    assert running.ended() == [(2, True)]
+    assert tokens == model.generate(PROMPT, 2)
+
+
 def test_golden_prompts(smollm2_folder: Path, golden) -> None:
     """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
     the greedy tokens of transformers' `generate`.

@@ -86,9 +86,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_prompt_is_cached_from_one_request_to_the_next(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Over HTTP, with real pages of 16 tokens: usage, cache_info, metrics and meminfo tell the same story."""
-    ids = [5 + i % 300 for i in range(50)]
+    ids = [5 + i % 300 for i in range(49)]  # three pages, and the token that is always computed
     answers: list[tuple[int, Any]] = []
-    async with real_house(monkeypatch, folder) as house:
+    async with real_house(monkeypatch, folder, dtype="float32") as house:
 
         async def ask(prompt: list[int], **fields: Any) -> Any:
             fields = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_cache_info": True} | fields
@@ -100,21 +100,22 @@ async def test_a_prompt_is_cached_from_one_request_to_the_next(monkeypatch: pyte
             return choice["cache_info"]["miss"]
 
         before = await house.metrics()
+        assert before["vllm:prefix_cache_queries_total"] == before["vllm:prefix_cache_hits_total"] == 0, "warm-up"
         assert (await ask(ids))["reason"] == "never_computed"
-        assert await ask(ids) == {"reason": "last_token", "position": 49}
+        assert await ask(ids) == {"reason": "last_token", "position": 48}
         assert await ask(ids, cache_salt="mine") == {"reason": "other_salt", "position": 0}
         assert (await ask(ids, cache_salt="mine"))["reason"] == "last_token"
         assert await ask(ids, prefix_cache=False) is None
-        assert await ask([*ids[:20], 399, *ids[21:]]) == {"reason": "token_differs", "position": 20}
-        assert [cached for cached, _ in answers] == [0, 49, 0, 49, 0, 20]
+        assert await ask([*ids[:20], 350, *ids[21:]]) == {"reason": "token_differs", "position": 20}
+        assert [cached for cached, _ in answers] == [0, 48, 0, 48, 0, 20]
         assert len({tuple(tokens) for _, tokens in answers[:5]}) == 1, "the cache must not change an answer"
 
         events = await house.events(
             "/v1/completions",
             {"prompt": ids, "max_tokens": 2, "return_cache_info": True, "stream_options": {"include_usage": True}},
         )
-        assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 49}
-        assert events[-2]["choices"][0]["cache_info"]["cached_tokens"] == 49
+        assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+        assert events[-2]["choices"][0]["cache_info"]["cached_tokens"] == 48
         turn = {
             "messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}],
             "max_tokens": 2,
@@ -122,18 +123,19 @@ async def test_a_prompt_is_cached_from_one_request_to_the_next(monkeypatch: pyte
         first, second = [await house.post("/v1/chat/completions", turn) for _ in range(2)]
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         chat_tokens = second["usage"]["prompt_tokens"]
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == chat_tokens - 1
+        chat_cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (chat_tokens - 1) // 16 * 16 <= chat_cached < chat_tokens
 
         after, facts = await house.metrics(), await house.meminfo()
-    grown = {name: after[name] - before[name] for name in after}
-    hits = 49 + 49 + 20 + 49 + chat_tokens - 1
+    grown = {name: count - before.get(name, 0) for name, count in after.items()}
+    hits = 48 + 48 + 20 + 48 + chat_cached
     assert grown["vllm:prefix_cache_hits_total"] == grown["vllm:prompt_tokens_cached_total"] == hits
-    assert grown["vllm:prefix_cache_queries_total"] == 6 * 50 + 2 * chat_tokens, "one of eight did not ask"
-    assert grown["vllm:prompt_tokens_total"] == 7 * 50 + 2 * chat_tokens
+    assert grown["vllm:prefix_cache_queries_total"] == 6 * 49 + 2 * chat_tokens, "one of eight did not ask"
+    assert grown["vllm:prompt_tokens_total"] == 7 * 49 + 2 * chat_tokens
     assert grown['pagewalk_kv_events_total{kind="cow"}'] > 0, "partly matching pages are copied"
     assert after["vllm:kv_cache_usage_perc"] == 0, "cached pages are free for whoever needs them"
     assert facts["cached"] == after['pagewalk_kv_frames{state="cached"}'] > 0
     assert facts["total"] == facts["free"] + facts["cached"] + facts["active"] + facts["copying"]
     assert facts["available"] == facts["total"]
-    assert facts["dtype"] in ("float32", "bfloat16")
+    assert facts["dtype"] == "float32"
     assert facts["weights_bytes"] > 0

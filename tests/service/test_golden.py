@@ -18,8 +18,8 @@ from service.assembly import Assembly, assemble
 from service.engine import StepReport
 from service.engine_client import Ended, Submit
 from service.request import Sequence
-from service.token_stream import TokenStream
 from service.settings import Settings
+from service.token_stream import TokenStream
 
 GREEDY = SamplingParameters(temperature=0.0)
 
@@ -110,14 +110,21 @@ async def test_in_random_order_with_small_chunks(
             entry.check(output)
 
 
+@pytest.mark.parametrize("is_swapping", [False, True], ids=["recomputed", "swapped"])
 async def test_in_a_pool_so_small_that_sequences_are_preempted(
-    smollm2_folder: Path, golden: list[Any], device: str
+    smollm2_folder: Path, golden: list[Any], device: str, is_swapping: bool
 ) -> None:
     entries = [entry for entry in golden if 30 <= len(entry.prompt) <= 140]
     pool = frames_for(320, smollm2_folder)
-    async with engine(smollm2_folder, device, kv_cache_memory_bytes=pool, max_model_len=320) as assembly:
+    settings = {"kv_cache_memory_bytes": pool, "max_model_len": 320, "swap_memory_bytes": pool if is_swapping else 0}
+    async with engine(smollm2_folder, device, **settings) as assembly:
+        memory = assembly.engine.scheduler.memory
+        memory.costs.prefill_token_s = 1e3 if is_swapping else 1e-9  # what preemption should prefer
+        while assembly.executor.ready_slots < assembly.executor.slots:  # noqa: ASYNC110  (memory comes in a thread)
+            await asyncio.sleep(0.01)
         outputs = await asyncio.gather(*(generate(assembly, e.prompt, len(e.tokens)) for e in entries))
         assert assembly.engine.scheduler.preemptions > 0
+        assert (memory.counters().swap_in > 0) == is_swapping
         for entry, output in zip(entries, outputs, strict=True):
             entry.check(output)
 

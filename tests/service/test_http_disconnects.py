@@ -1,12 +1,15 @@
-"""C08: a client that leaves takes its request with it, whatever state that was in."""
+"""C08: a client that leaves takes its request with it, whatever state that was in. Scripted, then the real engine."""
 
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from http_house import Server, Start, says
+from real_house import RealHouse, real_house
+from tiny_model import write_tiny_model
 
 LONG = says(" a b c d e f g h i j k l m n o p q r s t u v w x y z" * 4)
 
@@ -38,7 +41,10 @@ async def test_leaving_cancels(start: Start, stream: bool, ticks: int, path: str
     await server.until(lambda: server.engine.lines == {})
     assert server.engine.cancelled == [server.engine.submitted[0].sequence_id]
     await server.until(lambda: len(server.log) == 1)
-    assert server.log[0]["status"] == 499
+    line = server.log[0]
+    assert (line["status"], line["finish_reasons"], line["completion_tokens"]) == (499, ["abort"], ticks)
+    assert line["queue_ms"] is None, "the engine says so with the end only"
+    assert (line["ttft_ms"] is None) == (ticks == 0)
     assert server.metrics.ended == {(path, "POST", 499): 1}
 
 
@@ -52,6 +58,31 @@ async def test_leaving_cancels_every_prompt_that_has_not_ended(start: Start) -> 
     writer.close()
     await server.until(lambda: server.engine.lines == {})
     assert sorted(server.engine.cancelled) == [submit.sequence_id for submit in server.engine.submitted[1:]]
+
+
+async def test_how_each_choice_ended_is_logged(start: Start) -> None:
+    """Some ended, some were left behind; an engine that fails is no client that leaves."""
+    server = await start(
+        engine={"is_manual": True, "script": lambda submit: [5] * 30 if submit.prompt_ids == [7] else [5, 2]}
+    )
+    _, writer = await send(server, {"prompt": [[6], [7]]})
+    await server.until(lambda: len(server.engine.lines) == 2)
+    server.engine.tick()
+    server.engine.tick()
+    writer.close()
+    await server.until(lambda: len(server.log) == 1)
+    assert server.log[0]["finish_reasons"] == ["abort", "stop"]
+
+    server.engine.fail_after, server.engine.is_manual = 0, False
+    assert (await server.complete()).status == 500
+    assert (server.log[1]["finish_reasons"], server.log[1]["ttft_ms"]) == (["error"], None)
+
+    server.engine.is_manual, server.engine.fail_after = True, None
+    asking = asyncio.create_task(server.complete(prompt=["a", "b"]))
+    await server.until(lambda: len(server.engine.lines) == 2)
+    server.engine.die()
+    assert (await asking).status == 503
+    assert (server.log[2]["finish_reasons"], server.log[2]["ttft_ms"]) == (["error"], None)
 
 
 async def test_leaving_while_the_body_is_sent(server: Server) -> None:
@@ -102,3 +133,67 @@ async def test_two_hundred_random_disconnects_leave_nothing(start: Start) -> Non
     assert ended["/v1/completions", "POST", 499] > 50
     server.engine.script = says(" fox")
     assert (await server.complete()).json["choices"][0]["text"] == " fox"
+
+
+# ---------------------------------------------------------------- the real engine
+
+
+@pytest.fixture
+async def house(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealHouse]:
+    """Two Sequences at once. All memory is available at the end, or the fixture fails."""
+    async with real_house(monkeypatch, write_tiny_model(tmp_path_factory.mktemp("tiny")), max_num_seqs=2) as house:
+        yield house
+
+
+async def until(house: RealHouse, **gauges: float) -> dict[str, float]:
+    """Wait until the named vllm gauges have these values."""
+    async with asyncio.timeout(20):
+        while True:
+            found = await house.metrics()
+            if all(found[f"vllm:num_requests_{name}"] == value for name, value in gauges.items()):
+                return found
+
+
+def endless(number: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": [5 + number] * 40, "max_tokens": 90_000, "ignore_eos": True, "temperature": 0} | fields
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_frees_what_a_running_request_held(house: RealHouse, stream: bool) -> None:
+    before = await house.metrics()
+    reader, writer = await house.open("/v1/completions", endless(0, stream=stream))
+    running = await until(house, running=1, waiting=0)
+    assert running["vllm:kv_cache_usage_perc"] > 0
+    if stream:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    after = await until(house, running=0, waiting=0)
+    assert after['pagewalk_kv_frames{state="active"}'] == 0
+    assert (await house.meminfo())["active"] == 0
+    aborts = 'vllm:request_success_total{finished_reason="abort"}'
+    assert after[aborts] - before[aborts] == 1
+    step = house.engine.snapshot().step
+    await asyncio.sleep(0.05)
+    assert house.engine.snapshot().step == step, "the engine goes on working for nobody"
+
+
+async def test_dead_requests_in_the_queue_never_start(house: RealHouse) -> None:
+    before = await house.metrics()
+    places = [await house.open("/v1/completions", endless(i, stream=bool(i))) for i in range(2)]
+    await until(house, running=2, waiting=0)
+    queued = [await house.open("/v1/completions", endless(2 + i, stream=bool(i % 2))) for i in range(20)]
+    await until(house, running=2, waiting=20)
+    for _, writer in queued:
+        writer.close()
+    after = await until(house, running=2, waiting=0)
+    grown = {name: count - before.get(name, 0) for name, count in after.items()}
+    assert grown['vllm:request_success_total{finished_reason="abort"}'] == 20
+    for _, writer in places:
+        writer.close()
+    after = await until(house, running=0, waiting=0)
+    grown = {name: count - before.get(name, 0) for name, count in after.items()}
+    assert grown['vllm:request_success_total{finished_reason="abort"}'] == 22
+    assert grown["vllm:request_queue_time_seconds_count"] == 2, "more than the first two have entered a step"
+    assert after['pagewalk_kv_frames{state="active"}'] == 0
+    answer = await house.post("/v1/completions", {"prompt": "the", "max_tokens": 3, "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 3

@@ -63,6 +63,7 @@ def served(**changes: Any) -> ServedFacts:
         step=1,
         uptime_s=1.0,
         running=3,
+        swapped=4,
         waiting=2,
         preemptions=7,
         memory=MEMORY,
@@ -147,8 +148,8 @@ def test_before_a_model_is_loaded_the_process_is_seen() -> None:
 def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
     found = values(metrics)
     assert found["vllm:num_requests_running"] == 3
-    assert found["vllm:num_requests_waiting"] == 2
-    assert found["vllm:num_requests_waiting_by_reason[('reason', 'capacity')]"] == 2
+    assert found["vllm:num_requests_waiting"] == 6, "those whose memory is in swap wait as well"
+    assert found["vllm:num_requests_waiting_by_reason[('reason', 'capacity')]"] == 6
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7
     assert found["pagewalk_kv_bytes[('tier', 'host')]"] == 100 * 1024

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from simulated_executor import VOCABULARY, SimulatedExecutor
 from structlog.testing import capture_logs
-from tiny_tokenizer import CHATML, tiny_tokenizer
+from tiny_model import POSITIONS, write_tiny_model
+from tiny_tokenizer import tiny_tokenizer
 
 from mm import MemoryManager
 from service import __main__ as entry_point
@@ -33,28 +34,11 @@ from service.server import Failure, Loaded, Server
 from service.settings import Settings
 
 PATIENCE_S = 60.0  # only a hang takes as long
-POSITIONS = 100_000
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-model")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": tiny_tokenizer().vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": POSITIONS,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tiny_tokenizer().backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
-    return folder
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 def free_port() -> int:
@@ -174,7 +158,7 @@ def test_a_server_from_start_to_stop(start: Start) -> None:
     assert answer.endswith("data: [DONE]\n\n")
 
     metrics = server.ask("GET", "/metrics")
-    assert re.search(r'vllm:num_requests_running\{engine="0",model_name="tiny-model0?"\} 0\.0', metrics)
+    assert re.search(r'vllm:num_requests_running\{engine="0",model_name="tiny-model\d*"\} 0\.0', metrics)
 
     stream = server.stream(3000)
     stream.readline()
@@ -298,14 +282,20 @@ def simulated() -> Loaded:
     executor = SimulatedExecutor(memory)
     executor.close = lambda: None  # type: ignore[attr-defined]
     limits = Limits(max_model_len=512, max_request_tokens=512, max_waiting=10, vocabulary=VOCABULARY)
-    scheduler = Scheduler(memory, SchedulerSettings(max_batched_tokens=64, max_length=512))
+    scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=64, max_length=512))
     engine = Engine(scheduler, executor, limits, Metrics("x"))
     client = LocalEngineClient(engine)
     engine.connect(0, client)
     advice = SimpleNamespace(temperature=None, top_k=None, top_p=None)
     config = SimpleNamespace(end_ids=(2,), sampling=advice)
     assembly: Any = SimpleNamespace(
-        config=config, executor=executor, engine=engine, client=client, device="cpu", dtype="float32"
+        config=config,
+        executor=executor,
+        engine=engine,
+        client=client,
+        device="cpu",
+        dtype="float32",
+        weights_bytes=1,
     )
     return Loaded("tiny", "/models/tiny", tiny_tokenizer(), assembly)
 
@@ -393,7 +383,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_process(
             running = await ready(server)
             executor.gate.clear()
             _, writer = await post(server, {"prompt": [1, 2], "max_tokens": 100})
-            while not loaded.assembly.engine.scheduler.running:  # noqa: ASYNC110 - nothing announces it
+            while not loaded.assembly.engine.scheduler.sequences.running:  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
             assert await running == 0

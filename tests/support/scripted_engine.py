@@ -130,6 +130,7 @@ class ScriptedEngine:
             step=self.steps,
             uptime_s=12.5,
             running=len(self.lines),
+            swapped=0,
             waiting=self.waiting,
             preemptions=0,
             memory=MemoryInformation(

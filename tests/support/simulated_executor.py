@@ -64,7 +64,7 @@ class SimulatedExecutor:
         self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
         self.error: Exception | None = None  # what the next step raises
         self.is_closed = False
-        self.slots = memory.swap.total
+        self.slots = self.ready_slots = memory.swap.total
         self.mover = SimulatedMover(self.device)
         self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
 

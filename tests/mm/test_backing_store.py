@@ -1,0 +1,44 @@
+"""The memory behind swap slots comes in chunks, and ends where the system says so."""
+
+import pytest
+import torch
+
+from mm.backing_store import BackingStore
+
+
+def finished(store: BackingStore) -> BackingStore:
+    store._thread.join()
+    return store
+
+
+def test_every_slot_has_its_own_memory() -> None:
+    store = finished(BackingStore(7, 16, page_locked=False, chunk_bytes=48))
+    assert store.ready_slots == 7
+    for number in range(7):
+        store.slot(number).fill_(number)
+    for number in range(7):
+        assert store.slot(number).tolist() == [number] * 16
+        assert store.address(number) == store.slot(number).data_ptr()
+    neighbours = [store.address(n + 1) == store.address(n) + 16 for n in range(6) if store.are_neighbours(n)]
+    assert neighbours
+    assert all(neighbours)
+
+
+def test_a_chunk_that_cannot_be_had_ends_the_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, made = torch.empty, []
+
+    def empty(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if len(made) == 2:
+            raise RuntimeError("CUDA error: out of memory\nmore")
+        made.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr("mm.backing_store.torch.empty", empty)
+    store = finished(BackingStore(10, 16, page_locked=False, chunk_bytes=32))
+    assert store.ready_slots == 4
+
+
+def test_no_slots_cost_nothing() -> None:
+    store = BackingStore(0, 16, page_locked=True)
+    assert store.ready_slots == 0
+    store.close()
