@@ -2,10 +2,11 @@
 
     make bench-cpu          or  python -m bench.cpu [--rows 40] [--model smollm2] [--dtype auto] [--skip-transformers]
 
-The first 40 rows of chat-1000, prompts cut at 256 tokens and outputs at 128, ends ignored. Ours: the whole server over
-HTTP with streaming, `c` requests at a time, the next one begun when one ends. transformers: `generate` in batches of
-`b`, padded on the left; a batch runs as long as its longest output, and only tokens that a row asked for count. Both
-take turns, so that a busy neighbour meets both; compare ratios, not absolute numbers of different runs.
+The first 40 rows of chat-1000 (8 of them one by one), prompts cut at 256 tokens and outputs at 128, ends ignored.
+Ours: the whole server over HTTP with streaming, `c` requests at a time, the next one begun when one ends.
+transformers: `generate` in batches of `b`, padded on the left; a batch runs as long as its longest output, and only
+tokens that a row asked for count. Both take turns, so that a busy neighbour meets both; compare ratios, not absolute
+numbers of different runs.
 
 The last line printed is one JSON object:
 {"c1": {"tok_s", "ttft_p50_ms", "itl_p50_ms"}, "c8": …, "c32": …, "transformers": {"b1_tok_s", …}, "ratio": {"c1", …},
@@ -37,7 +38,8 @@ from model.source import resolve
 LEVELS = (1, 8, 32)
 PROMPT_LIMIT, OUTPUT_LIMIT = 256, 128
 FEW = 8
-"""Rows that transformers gets at batch 1: at about 10 tokens a second all 40 would take minutes and say the same."""
+"""Rows of the run with one request at a time, of both: at transformers' 10 tokens a second all 40 would take minutes.
+"""
 
 
 @dataclass
@@ -49,11 +51,16 @@ class Times:
     gaps_s: list[float] = field(default_factory=list)
 
 
-def rows(model: str, count: int) -> list[workload.Item]:
+def rows(model: str, count: int, level: int) -> list[workload.Item]:
+    """The rows, each token id raised by `level`: no level finds the prompts of the one before in the prefix cache."""
     vocabulary = read_config(resolve(model).folder).vocabulary
     return [
-        workload.Item(item.prompt_ids[:PROMPT_LIMIT], min(item.output_len, OUTPUT_LIMIT), 1)
-        for item in workload.load("chat-1000", vocabulary, count)
+        workload.Item(
+            [(token + level) % vocabulary for token in item.prompt_ids[:PROMPT_LIMIT]],
+            min(item.output_len, OUTPUT_LIMIT),
+            1,
+        )
+        for item in workload.load("chat-1000", vocabulary, FEW if level == 1 else count)
     ]
 
 
@@ -190,19 +197,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--skip-transformers", action="store_true")
     arguments = parser.parse_args()
-    items = rows(arguments.model, arguments.rows)
     result: dict[str, Any] = {}
     peer: dict[str, float] = {}
     with server(arguments.model, arguments.dtype) as url:
         other = None if arguments.skip_transformers else Peer(arguments.model, arguments.dtype)
-        asyncio.run(ours(url, items[:1], 1))  # both warm up once
+        warm_up = rows(arguments.model, 1, 0)
+        asyncio.run(ours(url, warm_up, 1))
         if other:
-            other.tok_s(items[:1], 1)
+            other.tok_s(warm_up, 1)
         for level in LEVELS:
+            items = rows(arguments.model, arguments.rows, level)
             result[f"c{level}"] = asyncio.run(ours(url, items, level))
             print(f"c{level}: {result[f'c{level}']}", file=sys.stderr)
             if other:
-                peer[f"b{level}_tok_s"] = other.tok_s(items[:FEW] if level == 1 else items, level)
+                peer[f"b{level}_tok_s"] = other.tok_s(items, level)
                 print(f"transformers b{level}: {peer[f'b{level}_tok_s']} tok/s", file=sys.stderr)
     if other:
         result["transformers"] = peer

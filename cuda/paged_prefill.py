@@ -1,5 +1,5 @@
-"""Launcher of paged_prefill.cu: causal attention of chunks of new tokens, with the list of work that all layers
-share.
+"""Launcher of paged_prefill.cu and paged_prefill_hopper.cu: causal attention of chunks of new tokens, with the list of
+work that all layers share.
 """
 
 import math
@@ -15,26 +15,40 @@ from cuda.tensors import check_rows, check_tensor, element_of
 MAX_SEQUENCES = 1024
 BLOCK_ROWS = 128  # query tokens * heads of a group
 TILE_PAGES = 4
+HOPPER_TILE_PAGES = 8
+HOPPER = 90  # the compute capability: later ones have no wgmma
 
 
 class PagedPrefill:
     """For one model and pool. Holds the list of work, so one object serves one stream at a time."""
 
-    def __init__(self, loader: KernelLoader, pool: FramePool, query_heads: int, max_tokens: int) -> None:
-        """max_tokens: query tokens of one step, at most."""
+    def __init__(
+        self, loader: KernelLoader, pool: FramePool, query_heads: int, max_tokens: int, *, portable: bool = False
+    ) -> None:
+        """max_tokens: query tokens of one step, at most; portable: not the kernel for Hopper, for comparisons."""
         layout = pool.layout
         if query_heads % layout.kv_heads:
             raise ShapeMismatch(f"{query_heads} query heads do not share {layout.kv_heads} kv heads evenly")
         self.pool, self.query_heads = pool, query_heads
         self.group = query_heads // layout.kv_heads
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
-        instance = f"paged_prefill<{element_of(layout.dtype)}, {layout.head_dim}>"
-        shared_bytes = 2 * TILE_PAGES * 2 * layout.page_bytes
-        specs = [KernelSpec("prefill_plan", "PiiPi", 1024), KernelSpec(instance, "PPPPPPPPfiiqqq", 256, shared_bytes)]
-        self._plan_kernel, self._kernel = loader.load("paged_prefill.cu", specs)
+        self._takes_turns = loader.capability == HOPPER and not portable
+        self._multiprocessors = loader.multiprocessors
+        types = f"<{element_of(layout.dtype)}, {layout.head_dim}>"
+        plan = KernelSpec("prefill_plan", "PiiPPi", 1024)
+        if self._takes_turns:
+            (self._plan_kernel,) = loader.load("paged_prefill.cu", [plan])
+            queries, tiles = 2 * BLOCK_ROWS * layout.head_dim * 2, 2 * HOPPER_TILE_PAGES * 2 * layout.page_bytes
+            shared_bytes = queries + tiles + 1024  # room to begin at a multiple of 1024
+            spec = KernelSpec(f"paged_prefill_hopper{types}", "PPPPPPPPPPfiiiqqq", 384, shared_bytes)
+            (self._kernel,) = loader.load("paged_prefill_hopper.cu", [spec])
+        else:
+            spec = KernelSpec(f"paged_prefill{types}", "PPPPPPPPfiiqqq", 256, 2 * TILE_PAGES * 2 * layout.page_bytes)
+            self._plan_kernel, self._kernel = loader.load("paged_prefill.cu", [plan, spec])
         self._work = torch.empty(
             self.max_blocks(max_tokens, MAX_SEQUENCES), 2, dtype=torch.int32, device=pool.data.device
         )
+        self._work_count, self._counters = torch.zeros(2, 2, dtype=torch.int32, device=pool.data.device)
 
     def max_blocks(self, tokens: int, sequences: int) -> int:
         """Enough work items for `tokens` query tokens, however they spread over `sequences`: what a graph launches."""
@@ -50,7 +64,7 @@ class PagedPrefill:
         check_tensor("tokens", tokens, (None,), torch.int32)
         if len(tokens) > MAX_SEQUENCES or blocks > len(self._work):
             raise ShapeMismatch(f"{len(tokens)} sequences, {blocks} blocks: at most {MAX_SEQUENCES}, {len(self._work)}")
-        self._plan_kernel.launch(stream, 1, tokens, len(tokens), self.group, self._work, blocks)
+        self._plan_kernel.launch(stream, 1, tokens, len(tokens), self.group, self._work, self._work_count, blocks)
 
     def __call__(
         self,
@@ -84,8 +98,16 @@ class PagedPrefill:
             check_tensor(name, tensor, (size,), torch.int32)
         if blocks == 0:
             return
-        self._kernel.launch(
-            stream, (blocks, layout.kv_heads), q, out, self.pool.layer_address(layer), page_tables,
-            rows, lengths, query_starts, self._work, self._scale, self.group,
-            page_tables.shape[1], q_stride, out_stride, layout.frame_bytes,
-        )  # fmt: skip
+        arrays = (q, out, self.pool.layer_address(layer), page_tables, rows, lengths, query_starts, self._work)
+        strides = (page_tables.shape[1], q_stride, out_stride, layout.frame_bytes)
+        if self._takes_turns:
+            self._kernel.launch(
+                stream, min(self._multiprocessors, blocks * layout.kv_heads), *arrays, self._work_count,
+                self._counters, self._scale, self.group, layout.kv_heads, *strides,
+            )  # fmt: skip
+        else:
+            self._kernel.launch(stream, (blocks, layout.kv_heads), *arrays, self._scale, self.group, *strides)
+
+    def counters(self) -> Tensor:
+        """What must be zero between launches. For tests."""
+        return self._counters

@@ -77,6 +77,7 @@ class FrontEnd(Protocol):
 class _InFlight:
     plan: StepPlan
     ticket: Ticket
+    submitted_s: float  # on the engine's clock
     schedule_s: float
     submit_s: float
 
@@ -112,7 +113,7 @@ class Engine:
         self._started_s = self._progress_s = clock()
         self._step = 0
         self._ready_slots = 0
-        self._moving = 0  # swap orders that the executor has and has not reported
+        self._moving: dict[int, tuple[int, float]] = {}  # swap orders that are under way: pages, begun
 
     # --- the loop
 
@@ -120,7 +121,7 @@ class Engine:
         """Step until stopped; then return. Raises what broke the engine, after every front end has been told."""
         try:
             while not self._is_stopping:
-                if not self._inbox and not self.scheduler.has_work:
+                if not self._inbox and not self.scheduler.has_work and not self._moving:
                     await self._idle()
                 else:
                     await self.step()
@@ -136,7 +137,9 @@ class Engine:
         if self._ready_slots < self.executor.slots:
             self._open_slots()
         for number, succeeded in self.executor.ended():
-            self._moving -= 1
+            pages, begun = self._moving.pop(number)
+            if succeeded:
+                self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
             self.scheduler.swap_ended(number, succeeded=succeeded)
         started = self._clock()
         plan = self.scheduler.schedule(started)
@@ -144,15 +147,16 @@ class Engine:
         submitted = None
         if plan is not None:
             ticket = self.executor.submit(plan)
-            submitted = _InFlight(plan, ticket, scheduled - started, self._clock() - scheduled)
+            submitted = _InFlight(plan, ticket, scheduled, scheduled - started, self._clock() - scheduled)
         for orders in self.scheduler.take_swap_orders():
-            self._moving += 1
+            self._moving[orders.ticket] = len(orders), self._clock()
             self.executor.start(orders)
-        if plan is None and self.previous is None and self.scheduler.has_work:
-            if not self._moving:
+        if plan is None and self.previous is None:
+            if self._moving:
+                await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
+                self._progress_s = self._clock()
+            elif self.scheduler.has_work:
                 raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
-            await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
-            self._progress_s = self._clock()
         if self.previous is not None:
             await self._commit(self.previous)
         self.previous = submitted
@@ -162,6 +166,8 @@ class Engine:
         result = await self._wait(step.ticket)
         now = self._clock()
         committed = self.scheduler.commit(result, now)
+        if (prefilled := len(step.plan.token_ids) - step.plan.decodes) > step.plan.decodes:
+            self.scheduler.memory.costs.observe_prefill(prefilled, now - max(self._progress_s, step.submitted_s))
         self._publish(step.plan.step, committed)
         for sequence, ended in committed.ended:
             self._observer.sequence_ended(sequence, ended, now)

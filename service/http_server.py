@@ -5,7 +5,9 @@ test server, so a test could pass where the real server works on for nobody. And
 HTTP at all, an unknown Expect) gets the JSON form of errors like everything else.
 """
 
+import asyncio
 import http
+import socket
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -15,6 +17,14 @@ from service.middleware import error_response, from_http_exception
 
 LINGER_S = 2.0
 """After refusing a body unread, read and drop it for this long, so that the refusal is not lost in a reset."""
+
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; the system's own bound (net.core.somaxconn) is as much or less."""
+
+ACCEPTS_PER_TURN = 16
+"""Handles on one listening socket. libuv accepts one connection a turn for each of its handles, and a turn takes
+milliseconds when much is going on: with one handle, a probe waits for seconds behind a burst of connections."""
 
 
 def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
@@ -27,6 +37,15 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web
         auto_decompress=False,  # body.py refuses compressed bodies: a few kilobytes of them can stand for gigabytes
         shutdown_timeout=shutdown_timeout_s,
     )
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """Answer on every address of `host`. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        with socket.create_server(address, family=family, backlog=BACKLOG) as bound:
+            for _ in range(ACCEPTS_PER_TURN):
+                await web.SockSite(runner, bound.dup(), backlog=BACKLOG).start()
 
 
 class _Runner(web.AppRunner):

@@ -27,14 +27,14 @@ Rules, cited by number below:
   6. Pages are cached at commit, when the step that filled them is known to be good.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from mm import Action, Candidates, MemoryManager, Namespace, PrefixMatch, SwapOrders, pages_for
+from mm import Action, Candidates, MemoryManager, Namespace, OverCommit, PrefixMatch, SwapOrders, pages_for
 from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.engine_client import Ended, EndReason
@@ -152,13 +152,15 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
         self.memory.turn(now, self._step + 1)
+        self.sequences.swap_orders.append(self.memory.background_reclaim())
         if (steady := self._steady) is not None and self._is_steady(steady):
             return self._steady_plan(steady)
         self._return_from_swap()
         decodes = self._choose_decodes()
         decodes, chunks = self._choose_prefills(decodes)
         budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
-        chunks += self._admit(decodes, budget, now)
+        chunks = self._that_fit(decodes, chunks + self._admit(decodes, budget, now))
+        self._report_pressure()
         if not len(decodes) and not chunks:
             return None
         return self._plan(decodes, chunks)
@@ -257,6 +259,7 @@ class Scheduler:
         """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""
         plan = submitted.plan
         good = (submitted.epochs == self._rows.epoch[plan.rows]) & ~result.failed
+        good &= self.memory.tables.barred[plan.rows] == 0  # pages on their way to swap are published when they are back
         self.memory.publish(plan.rows[good], plan.lengths[good], self._rows.tokens)
 
     def _end_rows(
@@ -293,9 +296,12 @@ class Scheduler:
 
     def _preempt_for(self, sequence: Sequence, frames: int) -> bool:
         """Preempt younger ones to get `frames`: whom, and by swap or recomputation, mm's score says (rule 2)."""
-        younger = self.sequences.younger_than(sequence)
-        if not younger:
-            return False
+        younger = self.sequences.younger_than(sequence, self.sequences.running)
+        if not younger:  # swapped ones still hold what they share among each other
+            swapped = self.sequences.younger_than(sequence, self.sequences.swapped)
+            if swapped:
+                self.sequences.recompute(swapped[-1])
+            return bool(swapped)
         victim = self.memory.choose_victim(self._candidates(younger), frames)
         if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
             self.sequences.recompute(younger[-1])
@@ -317,14 +323,14 @@ class Scheduler:
     def _return_from_swap(self) -> None:
         """Let those run whose pages are back; order pages back as there is room, oldest first, before any admission."""
         all_ = self.sequences
+        has_room = True
         for sequence in sorted(all_.swapped.values(), key=lambda other: int(self._rows.arrival[row_of(other)])):
             space = space_of(sequence)
             if space.is_resident:
                 all_.return_from_swap(sequence)
-                continue
-            room = self.memory.available_frames - (self._headroom if all_.running else 0)
-            if int(self.memory.tables.barred[space.row]) > room or not all_.bring_in(sequence):
-                break
+            elif has_room:
+                room = self.memory.available_frames - (self._headroom if all_.running else 0)
+                has_room = int(self.memory.tables.barred[space.row]) <= room and all_.bring_in(sequence)
 
     @property
     def _headroom(self) -> int:
@@ -372,6 +378,7 @@ class Scheduler:
         prefilling = np.flatnonzero(state.remaining > 1).astype(np.int32)
         totals = tables.lengths[prefilling] + state.remaining[prefilling]
         promised = -(-totals // tables.page_size) - tables.pages(prefilling)
+        promised += tables.exposed[prefilling]  # a copy of the page that it shares in part
         free = self.memory.available_frames - self._frames_of_decodes(decodes) - int(promised.sum())
         for sequence in list(islice(self.sequences.waiting.values(), LOOK_AHEAD)):
             if budget <= 0 or not self._has_place or sequence.in_flight or free <= sequence.blocked_at:
@@ -389,13 +396,42 @@ class Scheduler:
             if frames > free:  # alone it fits, but not beside cached pages of which it needs a copy too
                 match = None if match is None else match.whole_pages(tables.page_size)
                 frames = pages_for(count, tables.page_size)
-            self.sequences.enter(sequence, match, now)
+            try:
+                self.sequences.enter(sequence, match, now)
+            except OverCommit:  # strict mode: its whole length cannot be promised beside those of the others
+                sequence.blocked_at = free
+                break
             free -= frames
             if sequence.state is not State.RUNNING:
                 continue  # some of its pages are in swap: it runs when they are back
             chunks.append((sequence, min(count - sequence.cached_of_row, budget)))
             budget -= chunks[-1][1]
         return chunks
+
+    def _that_fit(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Without the last chunks, if all together need more frames than there are.
+
+        Each was counted when it was chosen, but pages that several of them share, or want to copy, are only known when
+        all are chosen. Who is left out has its row, and goes on as a running prefill.
+        """
+        while chunks:
+            rows = np.concatenate((decodes, np.array([row_of(sequence) for sequence, _ in chunks], np.int32)))
+            counts = np.ones(len(rows), np.int32)
+            counts[len(decodes) :] = [count for _, count in chunks]
+            if self.memory.frames_needed(rows, counts) <= self.memory.available_frames:
+                break
+            chunks = chunks[:-1]
+        return chunks
+
+    def _report_pressure(self) -> None:
+        """Who stands still for want of pages, and who gets on. Waiting ones beyond LOOK_AHEAD are not counted."""
+        all_ = self.sequences
+        still = Counter(sequence.tenant for sequence in all_.swapped.values())
+        for sequence in islice(all_.waiting.values(), LOOK_AHEAD):
+            if sequence.blocked_at < 0:
+                break
+            still[sequence.tenant] += 1
+        self.memory.report_pressure(still, all_.running_by_tenant)
 
     def _look_up(self, sequence: Sequence) -> PrefixMatch | None:
         """What of its tokens is cached; None if it does not use the cache."""

@@ -2,14 +2,15 @@
 
 WAITING ──enter──▶ RUNNING ◀──return_from_swap── SWAPPED
    ▲                │   │                          ▲
-   └───recompute────┘   └─────────swap_out─────────┘          any ──end──▶ ENDED
+   └───recompute────┴───┴─────────swap_out─────────┘          any ──end──▶ ENDED
 
 WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits at the head
 RUNNING    has a row and frames
 SWAPPED    has a row, which no step runs; its pages are in swap, on their way there, or on their way back
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Sequences:
         self.waiting: OrderedDict[Key, Sequence] = OrderedDict()  # in order of arrival
         self.running: OrderedDict[Key, Sequence] = OrderedDict()
         self.swapped: OrderedDict[Key, Sequence] = OrderedDict()
+        self.running_by_tenant: Counter[str] = Counter()
         self.changes = 0  # grows whenever a row is taken, given up, or stops running
         self.preemptions = 0
         self.entered: list[Sequence] = []  # whose sampling parameters no plan has carried yet
@@ -43,10 +45,10 @@ class Sequences:
     def find(self, key: Key) -> Sequence | None:
         return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key)
 
-    def younger_than(self, sequence: Sequence) -> list[Sequence]:
-        """Who runs and arrived after it, oldest first."""
+    def younger_than(self, sequence: Sequence, among: Mapping[Key, Sequence]) -> list[Sequence]:
+        """Who of `among` (running or swapped) arrived after it, oldest first."""
         arrival = self.rows.arrival
-        younger = [other for other in self.running.values() if arrival[row_of(other)] > arrival[row_of(sequence)]]
+        younger = [other for other in among.values() if arrival[row_of(other)] > arrival[row_of(sequence)]]
         return sorted(younger, key=lambda other: int(arrival[row_of(other)]))
 
     def oldest(self) -> Sequence:
@@ -56,19 +58,21 @@ class Sequences:
     # --- transitions
 
     def enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
-        """WAITING -> RUNNING, with what is cached of its tokens; -> SWAPPED while part of that is being brought in."""
+        """WAITING -> RUNNING, with what is cached of its tokens; -> SWAPPED while part of that is being brought in.
+
+        Raises OverCommit, and then nothing has changed.
+        """
+        limit = sequence.limit
+        space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match, max_tokens=limit)
         del self.waiting[sequence.key]
-        space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match)
         sequence.space = space
         sequence.chain = None  # a preempted one has more tokens when it returns
         sequence.blocked_at = -1
         sequence.cached_of_row = space.length
         self._arrivals += 1
         self.rows.enter(space.row, sequence, self._arrivals, sequence.cached_of_row)
-        self.running[sequence.key] = sequence
+        self._start_running(sequence)
         self.entered.append(sequence)
-        sequence.state = State.RUNNING
-        self.changes += 1
         if sequence.admitted_s is None:
             sequence.admitted_s = now
             sequence.cached_tokens = sequence.cached_of_row
@@ -80,10 +84,10 @@ class Sequences:
             self.bring_in(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
-        """RUNNING -> WAITING, at the head of the queue. Its tokens will be computed again, unless still cached."""
+        """RUNNING or SWAPPED -> WAITING, at the head of the queue: its tokens are computed again, if not cached."""
         row = row_of(sequence)
-        exist = int(self.memory.tables.lengths[row] + self.rows.remaining[row])
-        sequence.in_flight = exist - int(self.rows.known[row])
+        remaining = sequence.remaining if sequence.state is State.SWAPPED else int(self.rows.remaining[row])
+        sequence.in_flight = int(self.memory.tables.lengths[row]) + remaining - int(self.rows.known[row])
         if sequence.in_flight:
             self._bereft[row, int(self.rows.epoch[row])] = sequence
         self._leave(sequence)
@@ -115,10 +119,8 @@ class Sequences:
     def return_from_swap(self, sequence: Sequence) -> None:
         """SWAPPED -> RUNNING: all its pages are resident."""
         del self.swapped[sequence.key]
-        self.running[sequence.key] = sequence
-        sequence.state = State.RUNNING
+        self._start_running(sequence)
         self.rows.remaining[row_of(sequence)] = sequence.remaining
-        self.changes += 1
 
     def end(
         self,
@@ -176,10 +178,17 @@ class Sequences:
         self.rows.leave(row_of(sequence))
         space_of(sequence).release()
         sequence.space = None
-        self.running.pop(sequence.key, None)
+        if self.running.pop(sequence.key, None) is not None:
+            self.running_by_tenant[sequence.tenant] -= 1
         self.swapped.pop(sequence.key, None)
         if sequence in self.entered:
             self.entered.remove(sequence)
+        self.changes += 1
+
+    def _start_running(self, sequence: Sequence) -> None:
+        self.running[sequence.key] = sequence
+        self.running_by_tenant[sequence.tenant] += 1
+        sequence.state = State.RUNNING
         self.changes += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
@@ -188,6 +197,7 @@ class Sequences:
         sequence.remaining = int(self.rows.remaining[row])
         self.rows.remaining[row] = 0
         del self.running[sequence.key]
+        self.running_by_tenant[sequence.tenant] -= 1
         self.swapped[sequence.key] = sequence
         sequence.state = State.SWAPPED
         self.changes += 1

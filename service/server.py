@@ -34,7 +34,7 @@ from service.api import make_admin_app, make_app
 from service.engine_client import Ended, EngineDied, Event, Submit
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
-from service.http_server import make_runner
+from service.http_server import listen, make_runner
 from service.metrics import Metrics, ServedFacts
 from service.progress import Progress
 from service.served_model import ServedModel
@@ -228,7 +228,7 @@ class Server:
         await runner.setup()
         self._runners.append(runner)
         try:
-            await web.TCPSite(runner, host, port, backlog=4096).start()
+            await listen(runner, host, port)
         except OSError as error:
             where = f"{_host(host, listening=True)}:{port}"
             if error.errno == errno.EADDRINUSE:

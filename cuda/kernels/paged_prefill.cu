@@ -8,6 +8,7 @@
 //   tokens [S] int32       query tokens of each sequence; 0: none of this kernel's business. At most 1024 sequences
 //   work [capacity]        (sequence, block), then (-1, 0) to the end. Blocks past the capacity would be lost:
 //                          the caller gives sum(ceil(tokens * group / 128)) or more
+//   work_count [1]         how many of them are work
 // paged_prefill: grid (work items, kv heads)
 //   q, out [T, H, D] E     token t at q + t * q_stride, out + t * out_stride
 //   query_starts [S + 1]   first token of each sequence in q
@@ -19,7 +20,7 @@
 constexpr int ROWS = 128, TILE = 64, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(1024)
-prefill_plan(const int* tokens, int S, int group, int2* work, int capacity) {
+prefill_plan(const int* tokens, int S, int group, int2* work, int* work_count, int capacity) {
   __shared__ int warp_totals[32], first[1025];
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
   int sum = t < S ? (tokens[t] * group + ROWS - 1) / ROWS : 0;
@@ -34,6 +35,7 @@ prefill_plan(const int* tokens, int S, int group, int2* work, int capacity) {
   first[t + 1] = sum;
   if (t == 0) first[0] = 0;
   __syncthreads();
+  if (t == 0) *work_count = min(first[1024], capacity);
   for (int i = t; i < capacity; i += 1024) {
     int low = 0, high = 1024;  // the last sequence whose blocks begin at or before i
     while (high - low > 1) {

@@ -1,6 +1,6 @@
 // ptx.cuh: every instruction that CUDA C++ has no word for, one small function each. Nothing else holds inline PTX,
 // so the tests can put another file in this one's place and run the kernels on a CPU.
-// Needs sm_80; what needs sm_90 (bulk copies, mbarriers, dependent launch) is inside HOPPER.
+// Needs sm_80; what needs sm_90 (bulk copies, mbarriers, dependent launch) is inside HOPPER, wgmma stands at the end.
 #ifndef PTX_CUH
 #define PTX_CUH
 
@@ -133,5 +133,76 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+#endif
+
+// ---- Hopper only (sm_90a): tensor cores that read shared memory by themselves, for a warpgroup of 128 threads -------
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Threads of a block hand registers to others: every warp of a warpgroup says how many it keeps, or wants
+template <int COUNT> __device__ __forceinline__ void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void want_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+// This thread's writes to shared memory may be read by tensor cores
+__device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A matrix of 16-bit numbers in shared memory, in atoms of 8 rows of 128 bytes, swizzled (blobs; atoms begin at
+// multiples of 1024). rows: bytes from 8 rows to the next 8. columns: bytes from 64 columns to the next 64; of no
+// meaning for a matrix that lies along k, where a k-step is 32 bytes further in the atom. The fields count 16 bytes.
+__device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
+  return (u64)((address & 0x3ffffu) >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
+}
+// Before the first wgmma, and where registers that one uses were written since the last
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // until at most LEFT groups are under way
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64 REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define RESULTS_8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define RESULTS_32(i) RESULTS_8(i), RESULTS_8(i + 8), RESULTS_8(i + 16), RESULTS_8(i + 24)
+
+// d = a b, or d += a b: a 64 x 16, b 16 x 128 that lies along k (a transposed matrix of rows). Warp w has rows 16w ...;
+// d as mma's c, for 8 columns at a time. Asynchronous: d and what is read are not touched before wgmma_wait.
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate);
+// d += a b: a 64 x 16 in registers as for mma, b 16 x 128 or 16 x 64, rows along its columns
+template <class E> __device__ __forceinline__ void wgmma_registers(
+    float (&d)[64], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_registers(
+    float (&d)[32], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b);
+
+#define DEFINE_WGMMA(E, NAME) \
+  template <> __device__ __forceinline__ void wgmma_shared<E>(float (&d)[64], u64 a, u64 b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME \
+                 " {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;\n}" \
+                 : RESULTS_32(0), RESULTS_32(32) : "l"(a), "l"(b), "r"(accumulate)); \
+  } \
+  template <> __device__ __forceinline__ void wgmma_registers<E>( \
+      float (&d)[64], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME \
+                 " {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;" \
+                 : RESULTS_32(0), RESULTS_32(32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
+  } \
+  template <> __device__ __forceinline__ void wgmma_registers<E>( \
+      float (&d)[32], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME \
+                 " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
+                 : RESULTS_32(0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
+  }
+DEFINE_WGMMA(bf16, "bf16")
+DEFINE_WGMMA(fp16, "f16")
 #endif
 #endif  // PTX_CUH

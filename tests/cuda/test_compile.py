@@ -30,6 +30,8 @@ MANY_BLOCKS = {
 }
 """Instances of DecodeShape MANY: three blocks must fit a multiprocessor's registers."""
 
+ONLY_HOPPER = {"paged_prefill_hopper.cu"}
+
 FILES = sorted(path.name for path in cuda.compile.KERNELS.glob("*.cu"))
 ROOT = Path(cuda.compile.__file__).parents[1]
 
@@ -69,7 +71,8 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
         if dtype == torch.float32:
             PagedAttentionF32(loader, pool, 4)
         else:
-            PagedPrefill(loader, pool, 4, 128)
+            for portable in (False, True):
+                PagedPrefill(loader, pool, 4, 128, portable=portable)
             for heads in (4, 8):
                 PagedDecode(loader, pool, heads)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
@@ -83,6 +86,9 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
 def test_compiles_without_spills_or_warnings(file, architecture, build_folder) -> None:
     """A spill in a kernel costs more than any trick gains; C7510 and C7512 (warnings) mean serialized tensor cores."""
     specs = everything_asked_for(architecture)[file]
+    if file in ONLY_HOPPER and architecture != "sm_90a":
+        assert not specs
+        return
     assert specs, "no launcher asks for this file's kernels"
     built = build(file, sorted(spec.instance for spec in specs), architecture, cache_folder=build_folder)
     assert built.warnings == []

@@ -23,22 +23,36 @@ CHUNKS = [
 ]  # (new tokens, keys after them); new = 0: a decode's row
 
 
-def run(device, generator, chunks, *, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, spare_blocks=2) -> float:
-    """Prefill all chunks at once; the worst error."""
+@pytest.fixture(params=[False, True], ids=["chosen", "portable"])
+def portable(request) -> bool:
+    """The kernel that is chosen for the device (Hopper's, if it is one), and the one that runs everywhere."""
+    return request.param
+
+
+def run(
+    device, generator, chunks, *, portable, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, spare_blocks=2
+) -> float:
+    """Prefill all chunks at once, twice with one list: the same bits, and counters at rest. The worst error."""
     lengths = [length for _, length in chunks]
     counts = torch.tensor([new for new, _ in chunks])
     case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     q = torch.randn(int(starts[-1]), heads * head_dim, generator=generator).to(dtype)
     out = torch.full_like(q, float("nan"), device=device.name)
-    prefill = PagedPrefill(device.loader, case.pool, heads, max_tokens=2048)
+    prefill = PagedPrefill(device.loader, case.pool, heads, max_tokens=2048, portable=portable)
     blocks = int((-(-counts * (heads // kv_heads) // 128)).sum()) + spare_blocks
     prefill.plan(device.stream, counts.to(device.name, torch.int32), blocks)
     query_starts = starts.to(device.name, torch.int32)
-    prefill(device.stream, 1, q.to(device.name), out, case.page_tables, case.rows, case.lengths, query_starts, blocks)
+    arrays = (case.page_tables, case.rows, case.lengths, query_starts)
+    prefill(device.stream, 1, q.to(device.name), out, *arrays, blocks)
+    again = torch.full_like(out, float("nan"))
+    prefill(device.stream, 1, q.to(device.name), again, *arrays, blocks)
     device.synchronize()
+    assert torch.equal(out, again)
+    assert not prefill.counters().any()
     queries = q.view(-1, heads, head_dim)
-    reference = [
+    reference = [torch.empty(0, heads, head_dim, dtype=torch.float64)]
+    reference += [
         attention(queries[starts[s] : starts[s + 1]], case.keys[s], case.values[s])
         for s in range(len(chunks))
         if counts[s]
@@ -61,25 +75,39 @@ ON_ALL = [
     ("heads", "kv_heads", "head_dim", "dtype"),
     either(ON_ALL, [(*g, d, t) for g, d, t in itertools.product(GROUPS, (64, 128), DTYPES)]),
 )
-def test_ragged_chunks_over_cached_prefixes(device, generator, heads, kv_heads, head_dim, dtype) -> None:
+def test_ragged_chunks_over_cached_prefixes(device, generator, heads, kv_heads, head_dim, dtype, portable) -> None:
     """Chunks of one token and of many, with and without keys before them, beside a sequence that does not prefill."""
-    assert run(device, generator, CHUNKS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype) < LIMIT
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    assert run(device, generator, CHUNKS, portable=portable, **shape) < LIMIT
 
 
-def test_the_list_of_work_may_be_exact(device, generator) -> None:
+def test_the_list_of_work_may_be_exact(device, generator, portable) -> None:
     """No spare work items: every listed block is a real one."""
-    assert run(device, generator, [(33, 33), (128, 200)], heads=4, kv_heads=1, head_dim=64, spare_blocks=0) < LIMIT
+    shape = {"heads": 4, "kv_heads": 1, "head_dim": 64}
+    assert run(device, generator, [(33, 33), (128, 200)], portable=portable, **shape, spare_blocks=0) < LIMIT
+
+
+def test_a_block_walks_over_many_tiles_and_items(device, generator, portable) -> None:
+    """Both stages of everything are used several times over, also across the border between two items."""
+    chunks = [(3, 700), (70, 130), (1, 257), (40, 40)]
+    assert run(device, generator, chunks, portable=portable, heads=6, kv_heads=2, head_dim=64) < LIMIT
+
+
+def test_nothing_to_do_touches_nothing(device, generator, portable) -> None:
+    """A list without work, as a graph may launch it."""
+    assert run(device, generator, [(0, 5), (0, 0)], portable=portable, heads=2, kv_heads=1, head_dim=64) == 0.0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
-def test_long_chunks(device, generator, heads, kv_heads, head_dim) -> None:
+def test_long_chunks(device, generator, heads, kv_heads, head_dim, portable) -> None:
     """A chunk far into a long sequence, beside a whole prompt and short ends of others."""
     assert (
         run(
             device,
             generator,
             [(700, 700), (512, 4096), (1, 3000), (64, 64)],
+            portable=portable,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -128,7 +156,7 @@ def test_float32_attention_is_exact(device, generator, heads, kv_heads, head_dim
 
 
 @pytest.mark.gpu
-def test_graph_replays_with_other_chunks(device, generator) -> None:
+def test_graph_replays_with_other_chunks(device, generator, portable) -> None:
     """A captured launch of the largest grid follows counts, lengths and tables that change in place."""
     heads, capacity, max_tokens = 8, 4, 256
     cases = [([(100, 100), (0, 50), (7, 200), (0, 0)], 0), ([(1, 700), (200, 210), (0, 0), (33, 33)], 1)]
@@ -138,7 +166,7 @@ def test_graph_replays_with_other_chunks(device, generator) -> None:
     ]
     pool = max((case.pool for _, case in built), key=lambda p: p.frames)
     stored = [case.pool.data.clone() for _, case in built]
-    prefill = PagedPrefill(device.loader, pool, heads, max_tokens)
+    prefill = PagedPrefill(device.loader, pool, heads, max_tokens, portable=portable)
     blocks = prefill.max_blocks(max_tokens, capacity)
     q = torch.randn(max_tokens, heads * 128, generator=generator).bfloat16().cuda()
     out = torch.empty_like(q)
@@ -167,3 +195,4 @@ def test_graph_replays_with_other_chunks(device, generator) -> None:
             at += n
         assert worst_error(out[:at].view(-1, heads, 128), torch.cat(reference)) < LIMIT
         assert out[at:].isnan().all()
+        assert not prefill.counters().any()

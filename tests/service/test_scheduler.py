@@ -62,7 +62,7 @@ class Driver:
 
     def run(self, limit: int = 2000) -> int:
         steps = 0
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.executor.mover.in_flight:
             self.step()
             steps += 1
             assert steps < limit, "no end: a livelock"

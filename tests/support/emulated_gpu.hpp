@@ -4,7 +4,8 @@
 // exchange (shuffles, votes, ldmatrix, mma) and at __syncthreads. Blocks run one after the other. What cannot be seen
 // here: speed, races between blocks, and data races that the order of the fibers happens to hide (the order is shuffled
 // by seed). Strict where hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only
-// when somebody waits for them, until then the target holds junk; misaligned copies abort.
+// when somebody waits for them, until then the target holds junk; wgmma reads its operands and writes its results only
+// when its own warp waits for it, until then the results are NaN; misaligned copies abort.
 #pragma once
 #define PTX_CUH  // this file takes the place of ptx.cuh
 
@@ -97,7 +98,16 @@ alignas(1024) static unsigned char shared[SHARED];
 
 struct Copy { unsigned char* target; const void* source; u32 bytes; };
 struct Group { int number; Copy copy; };  // of cp.async
-struct Barrier { u32 address; int arrivals, pending; long bytes; u32 phase; std::vector<Copy> copies; };
+struct Barrier { u32 address; int arrivals, pending; long bytes; u32 phase; int waiters; std::vector<Copy> copies; };
+struct Product {  // one wgmma, by one thread
+  int group;  // the open one is `Fiber::product_group`
+  float* d;
+  int columns;
+  bool accumulate, is_fp16;
+  u64 a, b;         // descriptors
+  const u32* registers[4];  // a, if it is not in shared memory
+  std::vector<float> saved;  // d before the first product under way
+};
 
 struct Warp {
   u32 generation = 0;
@@ -112,6 +122,9 @@ struct Fiber {
   bool done = false;
   std::vector<Group> copies;  // cp.async, by group, not yet carried out
   int group = 0;              // the open one
+  std::vector<Product> products;  // wgmma, not yet carried out
+  int product_group = 0;
+  bool has_begun = false;  // wgmma_begin() since the last wait
 };
 
 static std::vector<Fiber> fibers;
@@ -170,6 +183,23 @@ inline int block_sync(int vote) {
   return block_result;
 }
 
+inline void carry_out(const Copy& copy) { memcpy(copy.target, copy.source, copy.bytes); }
+inline void settle(Barrier& b) {
+  if (b.pending || b.bytes) return;
+  b.pending = b.arrivals;
+  ++b.phase;
+}
+inline bool deliver(Barrier& b) {  // the bytes of copies that were ordered; false if there were none
+  if (b.copies.empty()) return false;
+  for (const Copy& copy : b.copies) {
+    b.bytes -= copy.bytes;
+    carry_out(copy);
+  }
+  b.copies.clear();
+  settle(b);
+  return true;
+}
+
 // Let a thread go on until it waits; false if it has ended, or what it waits for has not come
 inline bool resume(int thread) {
   Fiber& fiber = fibers[thread];
@@ -209,6 +239,9 @@ void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned
           fiber.done = false;
           fiber.copies.clear();
           fiber.group = 0;
+          fiber.products.clear();
+          fiber.product_group = 0;
+          fiber.has_begun = false;
         }
         for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
         auto random = [&seed] { return (seed = seed * 1664525u + 1013904223u) >> 8; };
@@ -225,6 +258,8 @@ void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned
           }
           if (!moved)  // perhaps only because nobody had a turn
             for (unsigned i = 0; i < threads; ++i) moved |= resume(i);
+          if (!moved)  // everybody waits: copies arrive no later than now
+            for (Barrier* barrier : barriers) moved |= barrier->waiters && deliver(*barrier);
           // a thread that ended may have been the last one that a barrier waits for
           if (block_arrived && block_arrived >= alive) {
             block_arrived = 0;
@@ -253,7 +288,6 @@ template <class... A> int parameter_sizes(void (*)(A...), int* sizes) {
 inline unsigned char* at(u32 address) {
   return shared + (int)(address - 1024);  // shared addresses are offsets from `shared`, and never 0
 }
-inline void carry_out(const Copy& copy) { memcpy(copy.target, copy.source, copy.bytes); }
 inline Barrier& barrier_at(u32 address) {
   for (Barrier* barrier : barriers) if (barrier->address == address) return *barrier;
   fail("a barrier that was not initialized");
@@ -384,19 +418,16 @@ inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
 #ifdef HOPPER
 inline void barrier_init(u32 barrier, u32 arrivals) {
-  emulator::barriers.push_back(new emulator::Barrier{barrier, (int)arrivals, (int)arrivals, 0, 0, {}});
+  emulator::barriers.push_back(new emulator::Barrier{barrier, (int)arrivals, (int)arrivals, 0, 0, 0, {}});
 }
 inline void barrier_init_fence() {}
-inline void barrier_settle(emulator::Barrier& b) {
-  if (b.pending || b.bytes) return;
-  b.pending = b.arrivals;
-  ++b.phase;
-}
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
   auto& b = emulator::barrier_at(barrier);
   if (--b.pending < 0) emulator::fail("too many arrivals at a barrier");
   b.bytes += bytes;
+  emulator::settle(b);
 }
+inline void barrier_arrive(u32 barrier) { barrier_arrive_expecting(barrier, 0); }
 inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
   unsigned char* const t = emulator::at(target);
   if ((uintptr_t)t % 16 || (uintptr_t)source % 16 || bytes % 16) emulator::fail("misaligned bulk copy");
@@ -406,12 +437,107 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
 inline void barrier_wait(u32 barrier, u32 parity) {
   auto& b = emulator::barrier_at(barrier);
   if ((b.phase & 1) != parity) return;
-  for (auto& c : b.copies) {
-    b.bytes -= c.bytes;
-    emulator::carry_out(c);
-  }
-  b.copies.clear();
-  if (b.pending != b.arrivals) barrier_settle(b);
+  emulator::deliver(b);
+  ++b.waiters;
   while ((b.phase & 1) == parity) emulator::yield_until_changed(&b.phase, b.phase);
+  --b.waiters;
+}
+
+template <int COUNT> void keep_registers() {}
+template <int COUNT> void want_registers() {}
+inline void show_to_tensor_cores() {}
+inline u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
+  if (address >= 1 << 18 || (address | columns | rows) % 16) emulator::fail("a matrix that no descriptor can name");
+  return (u64)(address >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
+}
+inline void wgmma_begin() { emulator::fibers[emulator::current].has_begun = true; }
+inline void wgmma_commit() { ++emulator::fibers[emulator::current].product_group; }
+
+namespace emulator {
+
+// Element of a matrix in shared memory, by the address arithmetic of the hardware: swizzled in units of 16 bytes by the
+// number of the 128-byte row within 1024. `along`: the direction in which elements lie beside each other.
+inline u16 matrix_element(u64 descriptor, int across, int along) {
+  const u32 start = (u32)(descriptor & 0x3fff) << 4, columns = (u32)(descriptor >> 16 & 0x3fff) << 4;
+  const u32 rows = (u32)(descriptor >> 32 & 0x3fff) << 4;
+  u32 address = start + across / 8 * rows + across % 8 * 128 + along / 64 * columns + along % 64 * 2;
+  address ^= (address >> 7 & 7) << 4;
+  u16 bits;
+  memcpy(&bits, at(address), 2);
+  return bits;
+}
+inline float number_of(bool is_fp16, u16 bits) { return is_fp16 ? number<fp16>(bits) : number<bf16>(bits); }
+
+// One wgmma for this lane's two rows; all lanes of the warp come here together
+inline void carry_out(const Product& p) {
+  const int lane = threadIdx.x & 31, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  float a[2][16];
+  if (p.registers[0]) {
+    u32 mine[4];
+    for (int i = 0; i < 4; ++i) mine[i] = *p.registers[i];
+    auto* lanes = exchange(mine, sizeof mine);
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < 16; ++k) {
+        const u32 pair = ((const u32*)lanes[lane / 4 * 4 + k % 8 / 2])[k / 8 * 2 + i];
+        a[i][k] = number_of(p.is_fp16, (u16)(pair >> (k & 1) * 16));
+      }
+  } else {
+    const char nothing = 0;
+    exchange(&nothing, 1);
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < 16; ++k) a[i][k] = number_of(p.is_fp16, matrix_element(p.a, row + 8 * i, k));
+  }
+  for (int j = 0; j < p.columns; j += 8)
+    for (int c = 0; c < 2; ++c) {
+      const int column = j + lane % 4 * 2 + c;
+      float sums[2] = {};
+      for (int k = 0; k < 16; ++k) {
+        // beside registers, b's columns lie along its rows; beside shared memory, along k
+        const u16 bits = p.registers[0] ? matrix_element(p.b, k, column) : matrix_element(p.b, column, k);
+        const float b = number_of(p.is_fp16, bits);
+        sums[0] += a[0][k] * b;
+        sums[1] += a[1][k] * b;
+      }
+      for (int i = 0; i < 2; ++i) {
+        float& d = p.d[j / 2 + 2 * i + c];
+        d = p.accumulate ? d + sums[i] : sums[i];
+      }
+    }
+}
+inline void order(Product product) {
+  Fiber& fiber = fibers[current];
+  if (!fiber.has_begun) fail("wgmma without wgmma_begin");
+  product.group = fiber.product_group;
+  bool is_first = true;
+  for (const Product& other : fiber.products) is_first &= other.d != product.d;
+  if (is_first) {
+    product.saved.assign(product.d, product.d + product.columns / 2);
+    for (int i = 0; i < product.columns / 2; ++i) product.d[i] = NAN;
+  }
+  fiber.products.push_back(std::move(product));
+}
+
+}  // namespace emulator
+
+template <int LEFT> void wgmma_wait() {
+  auto& fiber = emulator::fibers[emulator::current];
+  size_t done = 0;
+  for (; done < fiber.products.size() && fiber.products[done].group < fiber.product_group - LEFT; ++done) {
+    const auto& product = fiber.products[done];
+    if (!product.saved.empty()) memcpy(product.d, product.saved.data(), product.saved.size() * 4);
+    emulator::carry_out(product);
+  }
+  for (size_t i = done; i < fiber.products.size(); ++i)
+    for (size_t j = 0; j < done; ++j)
+      if (fiber.products[i].d == fiber.products[j].d) emulator::fail("results that a later wgmma is still writing");
+  fiber.products.erase(fiber.products.begin(), fiber.products.begin() + done);
+  fiber.has_begun = false;
+}
+template <class E> void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate) {
+  emulator::order({0, d, 128, accumulate != 0, std::is_same_v<E, fp16>, a, b, {}, {}});
+}
+template <class E, int N>
+void wgmma_registers(float (&d)[N], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) {
+  emulator::order({0, d, 2 * N, true, std::is_same_v<E, fp16>, 0, b, {&a0, &a1, &a2, &a3}, {}});
 }
 #endif

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 from scripted_engine import Script, ScriptedEngine
 from tiny_tokenizer import END, tiny_tokenizer
 
@@ -18,7 +17,7 @@ from model.step_plan import SamplingParameters
 from service.api import make_admin_app, make_app
 from service.engine_client import Limits
 from service.front_end import ApiSettings, FrontEnd
-from service.http_server import make_runner
+from service.http_server import listen, make_runner
 from service.served_model import ServedModel
 
 MAX_LENGTH = 512
@@ -164,7 +163,7 @@ async def running_server(
     ports = []
     for runner in runners:
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await listen(runner, "127.0.0.1", 0)
         ports.append(runner.addresses[0][1])
     steps = asyncio.create_task(scripted.run())
     try:

@@ -1,0 +1,59 @@
+"""How connections come in: the part of the server below HTTP, on the event loop of production."""
+
+import asyncio
+import socket
+
+import pytest
+import uvloop
+from aiohttp import web
+
+from service.http_server import ACCEPTS_PER_TURN, listen, make_runner
+
+
+def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop() -> None:
+    """One a turn would keep a probe waiting behind each of them, for as long as a turn takes under load."""
+    clients = [socket.socket() for _ in range(320)]
+
+    async def turns_until_accepted() -> int:
+        runner = make_runner(web.Application())
+        await runner.setup()
+        try:
+            await listen(runner, "127.0.0.1", 0)
+            assert runner.server is not None
+            for client in clients:
+                client.setblocking(False)
+                client.connect_ex(runner.addresses[0])
+            turns = 0
+            while len(runner.server.connections) < len(clients):
+                turns += 1
+                assert turns < 1000, "some are never accepted"
+                await asyncio.sleep(0)
+            return turns
+        finally:
+            await runner.cleanup()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+            assert loop.run(turns_until_accepted()) < 4 * len(clients) / ACCEPTS_PER_TURN
+    finally:
+        for client in clients:
+            client.close()
+
+
+async def test_every_address_of_a_host_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def addresses(*_: object, **__: object) -> list[tuple[object, ...]]:
+        kind = socket.AF_INET, socket.SOCK_STREAM, 6, ""
+        return [(*kind, ("127.0.0.1", 0)), (*kind, ("127.0.0.2", 0)), (*kind, ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses)
+    runner = make_runner(web.Application())
+    await runner.setup()
+    try:
+        await listen(runner, "somewhere", 0)
+        assert {host for host, _ in runner.addresses} == {"127.0.0.1", "127.0.0.2"}
+        assert len(set(runner.addresses)) == 2, "one port for each, shared by its handles"
+        for address in set(runner.addresses):
+            _, writer = await asyncio.open_connection(*address)
+            writer.close()
+    finally:
+        await runner.cleanup()
