@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import uvloop
 
@@ -144,8 +145,11 @@ class Runner:
         self.assembly.engine.connect(0, self.receiver)
         self._next_id = 0
 
-    async def run(self, items: list[workload.Item], sampling: SamplingParameters) -> float:
-        """All items at once, to their full lengths; returns seconds."""
+    async def run(
+        self, items: list[workload.Item], sampling: SamplingParameters, *, prefix_cache: bool = False
+    ) -> float:
+        """All items at once, to their full lengths, with nothing cached before; returns seconds."""
+        self.assembly.engine.scheduler.memory.drop_caches()
         sequences = [(item, k) for item in items for k in range(item.n)]
         self.receiver.reset(len(sequences))
         self.log.reports.clear()
@@ -155,7 +159,8 @@ class Runner:
             drawn = SamplingParameters(
                 sampling.temperature, sampling.top_k, sampling.top_p, seed=self._next_id * 64 + k
             )
-            self.assembly.engine.post(0, Submit(self._next_id, "bench", item.prompt_ids, item.output_len, drawn, []))
+            message = Submit(self._next_id, "bench", item.prompt_ids, item.output_len, drawn, [])
+            self.assembly.engine.post(0, msgspec.structs.replace(message, prefix_cache=prefix_cache))
         await self.receiver.all_ended.wait()
         seconds = time.perf_counter() - started
         if self.receiver.failure:
@@ -188,6 +193,7 @@ async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            swap_memory_bytes=args.swap_memory_bytes,
         )
         log = StepLog()
         began = time.perf_counter()
@@ -223,7 +229,7 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
     items = workload.load(args.workload, vocabulary, args.limit)
     sampling = SamplingParameters(args.temperature, args.top_k, args.top_p)
     await runner.run([workload.Item(item.prompt_ids, 16, 1) for item in items[:16]], sampling)
-    seconds = [await runner.run(items, sampling) for _ in range(args.repeat)]
+    seconds = [await runner.run(items, sampling, prefix_cache=args.prefix_cache) for _ in range(args.repeat)]
     middle = statistics.median(seconds)
     output = sum(item.output_len * item.n for item in items)
     prompts = sum(len(item.prompt_ids) for item in items)
@@ -238,6 +244,7 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
         "output_tok_s": round(output / middle, 1),
         "total_tok_s": round((output + prompts) / middle, 1),
         "steps": len(runner.log.reports),
+        "prefix_cache": args.prefix_cache,
         "preemptions": runner.assembly.engine.scheduler.preemptions,
         "host_us": runner.log.host_us(),
     }
@@ -335,6 +342,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--prefix-cache", action="store_true", help="share cached pages inside a run (throughput)")
+    parser.add_argument("--swap-memory-bytes", type=int)
     parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
     parser.add_argument("--limit", type=int, help="only the first rows of the workload")
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -65,7 +65,7 @@ async def measure(shape: str, repeat: int) -> list[dict[str, Any]]:
     results = []
     async with offline.started(args) as (runner, facts):
         for row in [row for row in ROWS if row.shape == shape]:
-            args.workload = row.workload
+            args.workload, args.prefix_cache = row.workload, row.workload.startswith("shared-prefix")
             args.temperature, args.top_k, args.top_p = 0.0, 0, 1.0
             if row.sampling != "greedy":
                 temperature, top_k, top_p = row.sampling.split(",")
