@@ -199,7 +199,7 @@ def measure_prefill(
     times, error = {}, 0.0
     for label, portable in (("chosen", False), ("portable", True))[: 2 if both else 1]:
         prefill = PagedPrefill(loader, pool, HEADS, tokens, portable=portable)
-        prefill.plan(torch.cuda.current_stream().cuda_stream, counts, blocks)
+        prefill.plan(torch.cuda.current_stream().cuda_stream, counts, batch.lengths, blocks)
         torch.cuda.synchronize()
 
         def launch(stream: int, i: int, prefill: PagedPrefill = prefill) -> None:

@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_CHATTER = re.compile(r"^\s*$|^ptxas info|^ptxas\s+\.")
+_CHATTER = re.compile(r"^\s*$|^ptxas info(?!.*Performance Loss)|^ptxas\s+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Build:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines of the log that are more than reports of resources. C7510 and C7512 mean a slow kernel: a failed
-        build.
+        """Lines of the log that are more than reports of resources. "Potential Performance Loss" (C7510 to C7515) means
+        serialized tensor cores: a failed build, though ptxas calls it info.
         """
         return [line for line in self.log.splitlines() if not _CHATTER.match(line)]
 

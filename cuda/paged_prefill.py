@@ -35,7 +35,7 @@ class PagedPrefill:
         self._takes_turns = loader.capability == HOPPER and not portable
         self._multiprocessors = loader.multiprocessors
         types = f"<{element_of(layout.dtype)}, {layout.head_dim}>"
-        plan = KernelSpec("prefill_plan", "PiiPPi", 1024)
+        plan = KernelSpec("prefill_plan", "PPiiPPi", 1024)
         if self._takes_turns:
             (self._plan_kernel,) = loader.load("paged_prefill.cu", [plan])
             queries, tiles = 2 * BLOCK_ROWS * layout.head_dim * 2, 2 * HOPPER_TILE_PAGES * 2 * layout.page_bytes
@@ -54,17 +54,21 @@ class PagedPrefill:
         """Enough work items for `tokens` query tokens, however they spread over `sequences`: what a graph launches."""
         return tokens * self.group // BLOCK_ROWS + sequences
 
-    def plan(self, stream: int, tokens: Tensor, blocks: int) -> None:
+    def plan(self, stream: int, tokens: Tensor, lengths: Tensor, blocks: int) -> None:
         """List the work of one step: once a step, before the first layer.
 
-        tokens (S,) int32: query tokens of each sequence, 0 for those that do not prefill; blocks: work items to list
-        and to launch, sum(ceil(tokens * H / KH / 128)) or more (`max_blocks`); more costs a little, fewer would lose
-        work.
+        tokens (S,) int32: query tokens of each sequence, 0 for those that do not prefill; lengths (S,) int32: keys
+        after this chunk; blocks: work items to list and to launch, sum(ceil(tokens * H / KH / 128)) or more
+        (`max_blocks`); more costs a little, fewer would lose work.
         """
         check_tensor("tokens", tokens, (None,), torch.int32)
+        check_tensor("lengths", lengths, (len(tokens),), torch.int32)
         if len(tokens) > MAX_SEQUENCES or blocks > len(self._work):
             raise ShapeMismatch(f"{len(tokens)} sequences, {blocks} blocks: at most {MAX_SEQUENCES}, {len(self._work)}")
-        self._plan_kernel.launch(stream, 1, tokens, len(tokens), self.group, self._work, self._work_count, blocks)
+        self._plan_kernel.launch(
+            stream, 1, tokens, lengths, len(tokens), self.group,
+            self._work, self._work_count, blocks,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -107,6 +111,10 @@ class PagedPrefill:
             )  # fmt: skip
         else:
             self._kernel.launch(stream, (blocks, layout.kv_heads), *arrays, self._scale, self.group, *strides)
+
+    def work(self) -> Tensor:
+        """(blocks of the list, 2) int32: sequence, block. For tests."""
+        return self._work[: int(self._work_count[0])]
 
     def counters(self) -> Tensor:
         """What must be zero between launches. For tests."""

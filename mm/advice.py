@@ -59,7 +59,7 @@ def advise_prefix(memory: "MemoryManager", chain: ContentChain, advice: Advice) 
             for entry in entries:
                 memory.lru.make_cold(entry)  # one by one before all others, so the last page goes first
         case Advice.PAGEOUT:
-            idle = [entry for entry in entries if memory.lru.is_idle(entry)]
+            idle = [entry for entry in reversed(entries) if memory.lru.is_idle(entry)]  # the last page is the coldest
             for entry in idle:
                 memory.lru.remove(entry)
             return memory.swapper.swap_out_cached(idle, memory.now, "advice")

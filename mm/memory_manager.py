@@ -283,7 +283,7 @@ class MemoryManager:
         promised = max(0, pages_for(int(self._limits[row]), self.page_size) - space.length // self.page_size)
         self.ledger.check(promised, self.pins.pages)
         tenant = int(tables.tenants[row])
-        child = tables.allocate_row(owner, tenant, int(tables.families[row]))
+        child = tables.allocate_row(owner, tenant)
         self.ledger.promise(child, promised)
         self._limits[child] = self._limits[row]
         entries = tables.mapped(row)
@@ -334,7 +334,7 @@ class MemoryManager:
         tenants = np.full(len(frames), self.tables.tenants[row], np.int32)
         self.residency.unmap(frames, tenants, coldest=bool(self.tables.cold[row]))
         self.tables.barred[row] -= len(slots)
-        for slot in slots:
+        for slot in reversed(slots):  # of what is cached in swap alone, the last page is the coldest
             self.residency.unmap_slot(slot)
 
     # --- swap

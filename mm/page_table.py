@@ -25,7 +25,6 @@ class PageTables:
         self.exposed: BoolArray = np.zeros(max_rows, np.bool_)  # the last page may be shared or sealed
         self.cold: BoolArray = np.zeros(max_rows, np.bool_)  # its cached pages go first once it has ended
         self.tenants: Int32Array = np.zeros(max_rows, np.int32)
-        self.families: Int64Array = np.zeros(max_rows, np.int64)  # equal for all forks of one first address space
         self.epochs: Int64Array = np.zeros(max_rows, np.int64)  # grows each time a row is released
         self.serials: Int64Array = np.zeros(max_rows, np.int64)  # of the address space: never used again
         self.owners: list[str | None] = [None] * max_rows
@@ -77,8 +76,8 @@ class PageTables:
         is_frame = self.entries[rows, pages] >= 0
         return rows[is_frame], pages[is_frame]
 
-    def allocate_row(self, owner: str, tenant: int = 0, family: int | None = None) -> Row:
-        """Take an empty row for `owner`, in the fork family of another or in a new one. Raises OutOfRows."""
+    def allocate_row(self, owner: str, tenant: int = 0) -> Row:
+        """Take an empty row for `owner`. Raises OutOfRows."""
         if not self._free_rows:
             raise OutOfRows(self.max_rows)
         row = Row(self._free_rows.pop())
@@ -87,7 +86,6 @@ class PageTables:
         self._names[self._last_serial % REMEMBERED_OWNERS] = (self._last_serial, owner)
         self.owners[row] = owner
         self.tenants[row] = tenant
-        self.families[row] = self._last_serial if family is None else family
         return row
 
     def name(self, serial: int) -> str:

@@ -9,11 +9,13 @@ is worth what it frees. It costs time, later: its pages are copied out and back 
             - 500 x the share of its output that is done       it will soon be out of the way by itself
             + its oom_score_adj (-1000 ... 1000; -1000: never)
 
-Lower priority goes first, whatever the score. Where the best one frees too little, and a fork family as a whole frees
-more than it (its members share their pages, so each alone is worth next to nothing), the family goes as one.
+Lower priority goes first, whatever the score. Where the best one frees too little, and a family as a whole frees more
+than it, the family goes as one: those that share their first page, since they are forks or begin with the same prompt.
+Each alone is worth next to nothing, because the others go on mapping its pages, also from swap.
 
 Progress is the caller's: it must leave out of the candidates whoever it preempts for, and all that came before that
-one. Then the oldest always gets on, ends, and makes the next one the oldest.
+one; and it must let the oldest preempt those in swap, too, which may still map frames. Then the oldest always gets on,
+ends, and makes the next one the oldest.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from mm.addresses import ABSENT, BoolArray, FloatArray, Int32Array, Int64Array
+from mm.addresses import ABSENT, BoolArray, FloatArray, Int32Array, Int64Array, slot_entry
 from mm.page_table import PageTables
 from mm.residency import Residency
 from mm.swapper import Swapper
@@ -63,7 +65,7 @@ class CostEstimates:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Who could be preempted, as the scheduler knows them. Each field (R,)."""
+    """Who could be preempted, as the scheduler knows them, in order of arrival. Each field (R,)."""
 
     rows: Int32Array
     priorities: Int32Array  # higher is more important
@@ -100,7 +102,7 @@ class OomTable:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Whose frames to take: one row, or a fork family."""
+    """Whose frames to take: one row, or a family that shares its beginning."""
 
     rows: Int32Array
     action: Action
@@ -128,45 +130,48 @@ class Scorer:
         return self._score(candidates, needed_frames, place_of_row[row_of], frames, groups)
 
     def choose(self, table: OomTable) -> Victim | None:
-        """The best candidate; or its fork family, or another one, where that frees more and one alone too little."""
-        best = _best(table)
+        """The best candidate; or a family of them, where one alone frees too little and together they free more."""
+        best, families = _best(table), None
         if best is None or table.frames[best] < table.needed_frames:
-            families = self._family_table(table)
-            best_family = _best(families) if families is not None else None
-            if families is not None and best_family is not None:
-                gain = int(families.frames[best_family])
-                if best is None or gain > table.frames[best]:
-                    family = self._tables.families[families.candidates.rows[best_family]]
-                    members = table.candidates.rows[self._tables.families[table.candidates.rows] == family]
-                    return Victim(members, families.action(best_family), gain, table)
+            families = self._families(table)
+        if families is not None:
+            members, together = families
+            first = _best(together)
+            if first is not None and (best is None or together.frames[first] > table.frames[best]):
+                return Victim(members[first], together.action(first), int(together.frames[first]), table)
         if best is None:
             return None
         return Victim(table.candidates.rows[best : best + 1], table.action(best), int(table.frames[best]), table)
 
-    def _family_table(self, table: OomTable) -> OomTable | None:
-        """The same for fork families of which every member is a candidate: each stands under its first member."""
-        rows, families = table.candidates.rows, self._tables.families
-        everyone = families[self._tables.rows_in_use()]
-        willing = rows[table.adjustments > NEVER_PREEMPTED]
-        first: list[int] = []
-        members: list[Int32Array] = []
-        for family in np.unique(families[willing]).tolist():
-            group = willing[families[willing] == family]
-            if 1 < len(group) == np.count_nonzero(everyone == family):
-                members.append(group)
-                first.append(int(np.flatnonzero(rows == group[0])[0]))
-        if not members:
+    def _families(self, table: OomTable) -> tuple[list[Int32Array], OomTable] | None:
+        """Candidates that share their first page, two or more: the rows of each family, and its line of a table."""
+        rows = table.candidates.rows
+        places = np.flatnonzero(table.adjustments > NEVER_PREEMPTED)
+        first_pages = self._first_pages(rows[places])
+        groups = [places[first_pages == page] for page in np.unique(first_pages).tolist() if page != ABSENT]
+        groups = [group for group in groups if len(group) > 1]
+        if not groups:
             return None
         candidates = table.candidates
         picked = Candidates(
-            rows[first],
-            np.array([candidates.priorities[np.isin(rows, group)].max() for group in members], np.int32),
-            np.array([candidates.progress[np.isin(rows, group)].mean() for group in members]),
-            np.array([candidates.preemptions[np.isin(rows, group)].max() for group in members], np.int32),
+            np.array([rows[group[-1]] for group in groups], np.int32),
+            np.array([candidates.priorities[group].max() for group in groups], np.int32),
+            np.array([candidates.progress[group].mean() for group in groups]),
+            np.array([candidates.preemptions[group].max() for group in groups], np.int32),
         )
-        held = [np.unique(self._swapper.exclusive(group)[2]) for group in members]
-        places = np.repeat(np.arange(len(held)), [len(frames) for frames in held])
-        return self._score(picked, table.needed_frames, places, np.concatenate(held), members)
+        members = [rows[group] for group in groups]
+        held = [np.unique(self._swapper.exclusive(family)[2]) for family in members]
+        index = np.repeat(np.arange(len(held)), [len(frames) for frames in held])
+        return members, self._score(picked, table.needed_frames, index, np.concatenate(held), members)
+
+    def _first_pages(self, rows: Int32Array) -> Int32Array:
+        """(R,) what tells whether rows share their first page: its entry, a slot that has a twin as that frame."""
+        entries: Int32Array = self._tables.entries[rows, 0]
+        twin = self._residency.swap.twin
+        for i in np.flatnonzero(entries < ABSENT).tolist():
+            frame = twin[slot_entry(int(entries[i]))]
+            entries[i] = entries[i] if frame == ABSENT else frame
+        return entries
 
     def _score(
         self,
@@ -211,7 +216,7 @@ class Scorer:
 
 
 def _best(table: OomTable) -> int | None:
-    """The candidate of the lowest priority with the highest score; the last in order of `rows` among equals."""
+    """The candidate of the lowest priority with the highest score; among equals the youngest."""
     eligible = np.flatnonzero(table.scores > -np.inf)
     if not len(eligible):
         return None

@@ -169,6 +169,7 @@ class Reclaimer:
             goal = min(self.watermarks.high - free, BACKGROUND_BATCH)
             while goal > 0 and (tenant := self._whose_page_goes(now)) != ABSENT:
                 some = self._detach(tenant, min(goal, 16))
+                assert some
                 victims += some
                 goal -= len(some)
         self.background += len(victims)

@@ -93,7 +93,7 @@ class Swapper:
 
     def _take_slots(self, tenant: int, count: int, now: float) -> list[int]:
         """Pinned slots for `tenant`: free ones, else the oldest clean pages', else the oldest cached pages'."""
-        while self._swap.free_slots < count:
+        for _ in range(count - self._swap.free_slots):
             self._recycle_slot(now)
         return self._swap.allocate(tenant, count)
 

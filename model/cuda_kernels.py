@@ -75,7 +75,8 @@ class CudaKernels:
         if step.decodes:
             self._decode.plan(step.stream, state.decode_lengths[: step.decodes], state.rows[: step.decodes])
         if step.prefill_blocks:
-            self._prefill.plan(step.stream, state.prefill_tokens[: step.sequences], step.prefill_blocks)
+            tokens, lengths = state.prefill_tokens[: step.sequences], state.lengths[: step.sequences]
+            self._prefill.plan(step.stream, tokens, lengths, step.prefill_blocks)
 
     def prefill_blocks(self, tokens: int, sequences: int) -> int:
         """Work items that are enough for `tokens` query tokens of `sequences` that prefill."""

@@ -140,6 +140,7 @@ async def ready(request: web.Request) -> web.Response:
     _check_alive(front_end)
     try:
         front_end.ready().client.check_admission(1)
+        front_end.check_room()
     except QueueFull as full:
         raise ServiceUnavailable(str(full), retry_after_s=full.retry_after_s) from None
     return web.Response()

@@ -63,6 +63,7 @@ async def _answer(
         with_token_ids=bool(body.return_token_ids),
         with_cache_info=bool(body.return_cache_info),
     )
+    front_end.check_room()
     generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from service.decoding import UnknownFields
 from service.engine_client import EngineState
-from service.errors import Draining, EngineDead, Loading
+from service.errors import Draining, EngineDead, Loading, QueueFull
 from service.served_model import ServedModel
 
 
@@ -28,6 +28,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_limit_bytes: int = 32 * 2**20  # prompts as token ids need about 7 bytes a token
     sse_keep_alive_s: float = 15.0
     unknown_fields: UnknownFields = "refuse"
+    max_generating: int | None = None  # requests that generate or wait: each holds a socket, and files are bounded
 
 
 class HttpMetrics(Protocol):
@@ -94,6 +95,14 @@ class FrontEnd:
     def is_alive(self) -> bool:
         """Whether nothing is wrong with the engine, as far as there is one."""
         return self.model is None or self.model.client.is_alive
+
+    def check_room(self) -> None:
+        """Raise QueueFull if one more open request would take the sockets that probes and refusals need."""
+        limit = self.settings.max_generating
+        if limit is not None and self.generating >= limit:
+            raise QueueFull(
+                f"{self.generating} requests are open, the limit is {limit}: try again later", retry_after_s=1
+            )
 
     def loaded(self) -> ServedModel:
         """The model. Raises Loading."""

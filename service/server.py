@@ -49,6 +49,9 @@ EXIT_MODEL, EXIT_DEVICE, EXIT_FAULT = 3, 4, 70
 FLUSH_S = 5.0
 """At the end, how long handlers may take to send what is ready: error events, the last text."""
 
+SPARE_FILES = 256
+"""Open files beside those of requests that generate: probes, refusals, idle connections, bodies that are being read."""
+
 HTTP_FRONT_END, WARM_UP = 0, 1
 """Numbers of the engine's front ends: the HTTP side, and the generation before it opens."""
 
@@ -90,6 +93,7 @@ class Server:
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
             unknown_fields=settings.unknown_fields,
+            max_generating=_allow_many_sockets(),
         )
         self.front_end = FrontEnd(api, self.metrics, logs.log_request)
         self._stop = asyncio.Event()
@@ -102,7 +106,6 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        _allow_many_sockets()
         watch = asyncio.create_task(self.metrics.watch_loop())
         try:
             self.port = await self._listen(make_app(self.front_end), self.settings.host, self.settings.port, "port")
@@ -435,12 +438,17 @@ def _host(address: str, *, listening: bool = False) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _allow_many_sockets() -> None:
-    """As many open files as this user may have: each stream is one, and shells give 1,024."""
+def _allow_many_sockets() -> int | None:
+    """Allow as many open files as this user may have: each request is one, and shells give 1,024.
+
+    Returns how many requests may hold one: without spare files not even a probe could come in. None: no bound.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # not allowed after all: serve with what there is
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return None if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
 
 
 def _settle() -> None:

@@ -4,8 +4,10 @@
 // A work item is a block of 128 packed rows of one sequence and kv head. Packed row r = token * group + g: the query
 // heads that share a kv head are rows beside each other, so its keys and values are read once for all of them.
 //
-// prefill_plan, once a step for all layers: the list of (sequence, block), longest block of a sequence first.
+// prefill_plan, once a step for all layers: the list of (sequence, block): long sequences first, and of each its last
+// block first, so that what is taken last is short.
 //   tokens [S] int32       query tokens of each sequence; 0: none of this kernel's business. At most 1024 sequences
+//   lengths [S] int32      keys of each sequence
 //   work [capacity]        (sequence, block), then (-1, 0) to the end. Blocks past the capacity would be lost:
 //                          the caller gives sum(ceil(tokens * group / 128)) or more
 //   work_count [1]         how many of them are work
@@ -20,10 +22,21 @@
 constexpr int ROWS = 128, TILE = 64, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(1024)
-prefill_plan(const int* tokens, int S, int group, int2* work, int* work_count, int capacity) {
-  __shared__ int warp_totals[32], first[1025];
+prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work, int* work_count, int capacity) {
+  __shared__ int warp_totals[32], first[1025], keys[1024], order[1024];
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  int sum = t < S ? (tokens[t] * group + ROWS - 1) / ROWS : 0;
+  keys[t] = t < S && tokens[t] ? lengths[t] : 0;
+  order[t] = -1;
+  __syncthreads();
+  if (keys[t]) {
+    int rank = 0;
+    for (int other = 0; other < S; ++other) {
+      rank += keys[other] > keys[t] || (keys[other] == keys[t] && other < t);
+    }
+    order[rank] = t;
+  }
+  __syncthreads();
+  int sum = order[t] >= 0 ? (tokens[order[t]] * group + ROWS - 1) / ROWS : 0;
 #pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
     const int other = __shfl_up_sync(ALL_LANES, sum, offset);
@@ -37,13 +50,13 @@ prefill_plan(const int* tokens, int S, int group, int2* work, int* work_count, i
   __syncthreads();
   if (t == 0) *work_count = min(first[1024], capacity);
   for (int i = t; i < capacity; i += 1024) {
-    int low = 0, high = 1024;  // the last sequence whose blocks begin at or before i
+    int low = 0, high = 1024;  // the last place whose sequence's blocks begin at or before i
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
       if (first[middle] <= i) low = middle;
       else high = middle;
     }
-    work[i] = i < first[1024] ? make_int2(low, first[low + 1] - 1 - i) : make_int2(-1, 0);
+    work[i] = i < first[1024] ? make_int2(order[low], first[low + 1] - 1 - i) : make_int2(-1, 0);
   }
 }
 

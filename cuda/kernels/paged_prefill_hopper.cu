@@ -150,9 +150,11 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
 
   // ---- warpgroups that compute
   want_registers<232>();
-  const int mine = (threadIdx.x >> 7) - 1, warp = threadIdx.x >> 5 & 3, pair = lane & 3;
+  const int mine = __shfl_sync(ALL_LANES, (int)(threadIdx.x >> 7), 0) - 1, warp = threadIdx.x >> 5 & 3, pair = lane & 3;
   float s[64], o[D / 2];  // as mma's c: 8 columns are 4 numbers, of rows 0, 0, 1, 1
   u32 p[32];              // probabilities of the tile before, as mma's a
+  const u64 key_matrix = matrix_descriptor(keys, 0, EIGHT_ROWS);
+  const u64 value_matrix = matrix_descriptor(values, 1024, EIGHT_ROWS);
   for (int n = 0, seen = 0;; ++n) {  // seen: tiles of all items
     const int slot = n & 1;
     barrier_wait(barrier(ITEM_FULL, slot), n >> 1 & 1);
@@ -172,20 +174,20 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
     const int first_masked = (item.cached + first_row / group + 1) / TILE;  // all rows see all of the tiles before
     float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {}, factor[2];
 
+    const u64 query_matrix = matrix_descriptor(queries + (slot * 2 + mine) * QUERIES, 0, EIGHT_ROWS);
     auto scores = [&](int stage) {
 #pragma unroll
       for (int k = 0; k < K_STEPS; ++k) {
         const u32 step = (k >> 2) * 1024 + (k & 3) * 32;
-        wgmma_shared<E>(s, matrix_descriptor(queries + (slot * 2 + mine) * QUERIES + step, 0, EIGHT_ROWS),
-                        matrix_descriptor(keys + stage * STAGE + step, 0, EIGHT_ROWS), k > 0);
+        wgmma_shared<E>(s, query_matrix + step / 16, key_matrix + (stage * STAGE + step) / 16, k > 0);
       }
       wgmma_commit();
     };
     auto outputs = [&](int stage) {
 #pragma unroll
       for (int k = 0; k < TILE_PAGES; ++k) {
-        wgmma_registers<E>(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
-                           matrix_descriptor(values + stage * STAGE + k * PAGE, 1024, EIGHT_ROWS));
+        const u64 matrix = value_matrix + (stage * STAGE + k * PAGE) / 16;
+        wgmma_registers<E>(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], matrix);
       }
       wgmma_commit();
     };

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cuda.compile
-from cuda.compile import ARCHITECTURES, build, read_source
+from cuda.compile import ARCHITECTURES, Build, build, read_source
 from cuda.errors import CompileError
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
@@ -101,6 +101,13 @@ def test_compiles_without_spills_or_warnings(file, architecture, build_folder) -
         if spec.instance in MANY_BLOCKS:
             assert -(-need.registers // 8) * 8 * spec.block * MANY.blocks_per_multiprocessor <= 65536, spec.instance
         assert spec.shared_bytes <= {80: 163, 89: 99, 90: 227}[int(architecture[3:5])] * 1024, spec.instance
+
+
+def test_serialized_tensor_cores_are_a_warning() -> None:
+    """ptxas says it as info, among its reports of resources."""
+    loss = "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    log = f"ptxas info    : Used 168 registers\n{loss}\nptxas info    : (C7519) warpgroup.arrive is injected"
+    assert Build(Path(), {}, log).warnings == [loss]
 
 
 def test_a_second_build_is_read_from_the_disk(tmp_path, monkeypatch) -> None:

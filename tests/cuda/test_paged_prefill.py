@@ -41,7 +41,7 @@ def run(
     out = torch.full_like(q, float("nan"), device=device.name)
     prefill = PagedPrefill(device.loader, case.pool, heads, max_tokens=2048, portable=portable)
     blocks = int((-(-counts * (heads // kv_heads) // 128)).sum()) + spare_blocks
-    prefill.plan(device.stream, counts.to(device.name, torch.int32), blocks)
+    prefill.plan(device.stream, counts.to(device.name, torch.int32), case.lengths, blocks)
     query_starts = starts.to(device.name, torch.int32)
     arrays = (case.page_tables, case.rows, case.lengths, query_starts)
     prefill(device.stream, 1, q.to(device.name), out, *arrays, blocks)
@@ -98,6 +98,16 @@ def test_nothing_to_do_touches_nothing(device, generator, portable) -> None:
     assert run(device, generator, [(0, 5), (0, 0)], portable=portable, heads=2, kv_heads=1, head_dim=64) == 0.0
 
 
+def test_long_work_comes_first(device, generator) -> None:
+    """Sequences by their keys, equal ones in their order, and the last block of each first."""
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
+    prefill = PagedPrefill(device.loader, case.pool, 4, max_tokens=512)
+    tokens, lengths = torch.tensor([[70, 0, 3, 33, 1], [70, 900, 400, 33, 400]], dtype=torch.int32, device=device.name)
+    prefill.plan(device.stream, tokens, lengths, 12)
+    device.synchronize()
+    assert prefill.work().tolist() == [[2, 0], [4, 0], [0, 2], [0, 1], [0, 0], [3, 1], [3, 0]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
 def test_long_chunks(device, generator, heads, kv_heads, head_dim, portable) -> None:
@@ -121,7 +131,7 @@ def test_a_step_too_large_for_the_list_is_refused(device, generator) -> None:
     case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
     prefill = PagedPrefill(device.loader, case.pool, 1, max_tokens=128)
     with pytest.raises(ShapeMismatch, match="blocks"):
-        prefill.plan(device.stream, case.lengths, 2000)
+        prefill.plan(device.stream, case.lengths, case.lengths, 2000)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 128)])
@@ -176,7 +186,7 @@ def test_graph_replays_with_other_chunks(device, generator, portable) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         stream = torch.cuda.current_stream().cuda_stream
-        prefill.plan(stream, counts, blocks)
+        prefill.plan(stream, counts, lengths, blocks)
         prefill(stream, 0, q, out, tables, rows, lengths, starts, blocks)
     for (chunks, case), data in zip([*built, *built], [*stored, *stored], strict=True):
         pool.data[: len(data)].copy_(data)

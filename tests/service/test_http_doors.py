@@ -416,6 +416,22 @@ async def test_one_log_line_and_one_count_per_request(server: Server) -> None:
     }  # fmt: skip
 
 
+async def test_open_requests_are_bounded_by_open_files(start: Start) -> None:
+    """A refusal and a probe need a socket too: more requests than that are told to come again, at once."""
+    server = await start(engine={"is_manual": True}, settings={"max_generating": 2})
+    open_ones = [asyncio.create_task(server.complete(stream=bool(i))) for i in range(2)]
+    await server.until(lambda: len(server.engine.lines) == 2)
+    for answer in (await server.complete(), await server.chat()):
+        assert (answer.status, answer.error["type"]) == (429, "RateLimitError")
+        assert int(answer.headers["Retry-After"]) > 0
+    assert (await server.get("/ready")).status == 503
+    assert (await server.get("/health")).status == 200
+    while server.engine.lines:
+        server.engine.tick()
+    assert [(await one).status for one in open_ones] == [200, 200]
+    assert (await server.get("/ready")).status == 200
+
+
 # ---------------------------------------------------------------- admin
 
 
