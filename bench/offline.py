@@ -129,7 +129,11 @@ class StepLog:
             name: [getattr(r, f"{name}_s") * 1e6 for r in steady] for name in ("schedule", "submit", "wait", "commit")
         }
         return {
-            name: {"p50": round(float(np.median(us)), 1), "p99": round(float(np.quantile(us, 0.99)), 1)}
+            name: {
+                "p50": round(float(np.median(us)), 1),
+                "mean": round(float(np.mean(us)), 1),
+                "p99": round(float(np.quantile(us, 0.99)), 1),
+            }
             for name, us in parts.items()
             if us
         }
@@ -279,18 +283,21 @@ async def latency(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
 async def steady(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
     """Decode steps of a fixed batch: their period, the host's parts, and how long the device stood idle in between."""
     vocabulary = runner.assembly.config.vocabulary
-    rows = {}
-    for sequences in [int(n) for n in args.sequences.split(",")]:
-        items = [workload.Item(workload.random_ids(i, args.context, vocabulary), 192, 1) for i in range(sequences)]
-        greedy = SamplingParameters(temperature=0.0)
+    rows: dict[str, dict[str, Any]] = {}
+    greedy = SamplingParameters(temperature=0.0)
+    batches = {
+        count: [workload.Item(workload.random_ids(i, args.context, vocabulary), 192, 1) for i in range(count)]
+        for count in [int(n) for n in args.sequences.split(",")]
+    }
+    for sequences, items in batches.items():
         seconds = await runner.run(items, greedy)
         decodes = [r for r in runner.log.reports if r.decode_tokens == sequences and not r.prefill_tokens]
         periods = [(r.schedule_s + r.submit_s + r.wait_s + r.commit_s) * 1e6 for r in decodes]
         row = {"steps": len(decodes), "step_us": round(float(np.median(periods)), 1), "host_us": runner.log.host_us()}
-        row |= {"seconds": round(seconds, 3)}
-        if runner.assembly.device == "cuda":
-            row |= await device_share(runner, items, greedy)
-        rows[str(sequences)] = row
+        rows[str(sequences)] = row | {"seconds": round(seconds, 3)}
+    if runner.assembly.device == "cuda":  # last: once a profiler has been attached, every launch costs more
+        for sequences, items in batches.items():
+            rows[str(sequences)] |= await device_share(runner, items, greedy)
     return {"context": args.context, "sequences": rows}
 
 

@@ -32,6 +32,7 @@ COPIED_FRAMES = 512
 
 async def wait_for_slots(runner: offline.Runner) -> None:
     executor = runner.assembly.executor
+    executor.want_slots(executor.slots)
     while executor.ready_slots < executor.slots:  # noqa: ASYNC110  (memory comes in a thread)
         await asyncio.sleep(0.05)
 

@@ -1,8 +1,9 @@
 """The host memory behind the swap slots: page-locked where a GPU copies to it, else plain. mm's only import of torch.
 
-Page-locking costs about half a second a gigabyte, so the memory is taken in chunks, in a thread, while the server
-starts. Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area there,
-with a warning: the area is then smaller than was asked for.
+Page-locking costs about half a second a gigabyte, and calls to the GPU's driver wait meanwhile. So the memory is taken
+in small chunks, in a thread, and only as far as it is asked for (`want`): a server under no pressure locks next to none.
+Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area there, with a
+warning: the area is then smaller than was planned.
 """
 
 import logging
@@ -11,8 +12,8 @@ import threading
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 256 << 20
-"""A power of two: allocators of page-locked memory may round up to one."""
+CHUNK_BYTES = 64 << 20
+"""30 ms of page-locking. A power of two: allocators of page-locked memory may round up to one."""
 
 log = logging.getLogger("pagewalk.memory")
 
@@ -21,21 +22,32 @@ class BackingStore:
     """`slots` places of `slot_bytes` each."""
 
     def __init__(self, slots: int, slot_bytes: int, *, page_locked: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Returns at once: the memory comes in the background. chunk_bytes: at least one slot goes into a chunk."""
+        """slots: at most. Takes no memory yet. chunk_bytes: at least one slot goes into a chunk."""
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._page_locked = page_locked
         self._slots_a_chunk = max(1, chunk_bytes // slot_bytes)
         self._chunks: list[Tensor] = []
+        self._wanted = 0
         self._is_closed = False
-        self._thread = threading.Thread(target=self._allocate, name="backing-store", daemon=True)
-        if slots:
-            self._thread.start()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
     @property
     def ready_slots(self) -> int:
         """Slots 0 ... ready_slots - 1 have memory."""
         return min(len(self._chunks) * self._slots_a_chunk, self.slots)
+
+    def want(self, slots: int) -> None:
+        """Ask for memory behind the first `slots` slots. Returns at once; what was asked for before stays."""
+        if min(slots, self.slots) <= self._wanted or self._is_closed:
+            return
+        with self._changed:
+            self._wanted = min(slots, self.slots)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._allocate, name="backing-store", daemon=True)
+            self._thread.start()
 
     def slot(self, number: int) -> Tensor:
         """(slot_bytes,) uint8: the memory of a ready slot."""
@@ -52,19 +64,23 @@ class BackingStore:
         return (number + 1) % self._slots_a_chunk != 0
 
     def close(self) -> None:
-        """Stop taking memory, and give it back when nobody uses it any more. Idempotent."""
-        self._is_closed = True
-        if self._thread.is_alive():
+        """Take no more memory. What is there is given back when nobody uses it any more. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
             self._thread.join()
 
     def _allocate(self) -> None:
-        left = self.slots
-        while left > 0 and not self._is_closed:
-            size = min(left, self._slots_a_chunk)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self.ready_slots < self._wanted)
+            if self._is_closed:
+                return
+            size = min(self.slots - self.ready_slots, self._slots_a_chunk)
             try:
                 chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
             except RuntimeError as error:  # torch's word for memory that cannot be had or locked
-                log.warning("swap area: %d of %d slots: %s", self.slots - left, self.slots, str(error).splitlines()[0])
-                break
-            left -= size
+                log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, str(error).splitlines()[0])
+                return
             self._chunks.append(chunk)

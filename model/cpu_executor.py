@@ -112,6 +112,10 @@ class CpuExecutor:
     def ready_slots(self) -> int:
         return self._store.ready_slots
 
+    def want_slots(self, slots: int) -> None:
+        """BackingStore.want."""
+        self._store.want(slots)
+
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies, behind the steps submitted so far. Raises RuntimeError after `close`."""
         if self._closed:

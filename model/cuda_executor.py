@@ -267,6 +267,10 @@ class CudaExecutor:
     def ready_slots(self) -> int:
         return self._store.ready_slots
 
+    def want_slots(self, slots: int) -> None:
+        """BackingStore.want."""
+        self._store.want(slots)
+
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies on the side stream, behind the steps submitted so far."""
         self._mover.start(orders, self.stream)

@@ -25,7 +25,11 @@ class Executor(Protocol):
 
     @property
     def ready_slots(self) -> int:
-        """Slots 0 ... ready_slots - 1 have memory behind them; it comes in the background. Grows up to `slots`."""
+        """Slots 0 ... ready_slots - 1 have memory behind them. Grows up to `slots`, as far as it is asked for."""
+        ...
+
+    def want_slots(self, slots: int) -> None:
+        """Ask for memory behind the first `slots` slots; it comes in the background."""
         ...
 
     def start(self, orders: SwapOrders) -> None:

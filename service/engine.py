@@ -39,6 +39,9 @@ from service.scheduler import Committed, Scheduler
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
 
+FIRST_SWAP_BYTES = 1 << 30
+"""Swap memory that is taken at the start; then it doubles as it is used."""
+
 SWAP_POLL_S = 0.0005
 """How often copies are asked for while nothing else is to do: a page takes some 10 us, a Sequence milliseconds."""
 
@@ -243,10 +246,12 @@ class Engine:
             self._observer.sequence_ended(sequence, ended, now)
 
     def _open_slots(self) -> None:
-        """Swap slots become usable as the memory behind them is there."""
+        """Swap slots become usable as the memory behind them is there. More is asked for when half of it is in use."""
         if (ready := self.executor.ready_slots) > self._ready_slots:
             self._ready_slots = ready
             self.scheduler.memory.open_slots(ready)
+        if self.scheduler.memory.swap.free_slots <= ready // 2:
+            self.executor.want_slots(max(2 * ready, FIRST_SWAP_BYTES // self.executor.frame_bytes))
 
     def _publish(self, step: int, committed: Committed) -> None:
         """One token batch to each front end that the step concerns."""

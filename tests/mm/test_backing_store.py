@@ -1,18 +1,24 @@
 """The memory behind swap slots comes in chunks, and ends where the system says so."""
 
+import time
+
 import pytest
 import torch
 
 from mm.backing_store import BackingStore
 
 
-def finished(store: BackingStore) -> BackingStore:
-    store._thread.join()
+def filled(store: BackingStore, slots: int) -> BackingStore:
+    """Wait for the memory; bounded, since it may never come."""
+    store.want(slots)
+    deadline = time.monotonic() + 10
+    while store.ready_slots < slots and store._thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
     return store
 
 
 def test_every_slot_has_its_own_memory() -> None:
-    store = finished(BackingStore(7, 16, page_locked=False, chunk_bytes=48))
+    store = filled(BackingStore(7, 16, page_locked=False, chunk_bytes=48), 7)
     assert store.ready_slots == 7
     for number in range(7):
         store.slot(number).fill_(number)
@@ -34,7 +40,7 @@ def test_a_chunk_that_cannot_be_had_ends_the_area(monkeypatch: pytest.MonkeyPatc
         return original(*args, **kwargs)
 
     monkeypatch.setattr("mm.backing_store.torch.empty", empty)
-    store = finished(BackingStore(10, 16, page_locked=False, chunk_bytes=32))
+    store = filled(BackingStore(10, 16, page_locked=False, chunk_bytes=32), 10)
     assert store.ready_slots == 4
 
 
@@ -42,3 +48,11 @@ def test_no_slots_cost_nothing() -> None:
     store = BackingStore(0, 16, page_locked=True)
     assert store.ready_slots == 0
     store.close()
+
+
+def test_memory_is_taken_only_as_far_as_it_is_asked_for() -> None:
+    store = filled(BackingStore(100, 16, page_locked=False, chunk_bytes=32), 5)
+    store.close()
+    assert store.ready_slots == 6  # whole chunks
+    store.want(50)
+    assert store.ready_slots == 6

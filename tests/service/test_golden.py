@@ -120,6 +120,7 @@ async def test_in_a_pool_so_small_that_sequences_are_preempted(
     async with engine(smollm2_folder, device, **settings) as assembly:
         memory = assembly.engine.scheduler.memory
         memory.costs.prefill_token_s = 1e3 if is_swapping else 1e-9  # what preemption should prefer
+        assembly.executor.want_slots(assembly.executor.slots)
         while assembly.executor.ready_slots < assembly.executor.slots:  # noqa: ASYNC110  (memory comes in a thread)
             await asyncio.sleep(0.01)
         outputs = await asyncio.gather(*(generate(assembly, e.prompt, len(e.tokens)) for e in entries))

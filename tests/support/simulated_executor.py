@@ -84,6 +84,8 @@ class SimulatedExecutor:
         failed[self.fail_rows(plan)] = True
         return SimulatedTicket(plan.step, self.error or StepResult(tokens, failed), self.gate)
 
+    def want_slots(self, slots: int) -> None: ...
+
     def start(self, orders: SwapOrders) -> None:
         self.mover.start(orders)
 
