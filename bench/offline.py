@@ -301,8 +301,11 @@ async def steady(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
     return {"context": args.context, "sequences": rows}
 
 
-async def device_share(runner: Runner, items: list[workload.Item], sampling: SamplingParameters) -> dict[str, float]:
-    """Share of the time that no kernel ran, over decode steps in the middle of a run, from the profiler's records."""
+async def device_share(runner: Runner, items: list[workload.Item], sampling: SamplingParameters) -> dict[str, Any]:
+    """Where a decode step's time goes on the device, in the middle of a run, from the profiler's records.
+
+    idle_share: of the time, that no kernel ran; kernels: a step; top_us: time a step in the kernels that take most.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -327,7 +330,18 @@ async def device_share(runner: Runner, items: list[workload.Item], sampling: Sam
     for start, end in middle:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return {"idle_share": round(1 - busy / (reached - middle[0][0]), 4), "kernels": len(middle)}
+    times: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("(")[0][:60]
+            times[name] = times.get(name, 0.0) + event.time_range.end - event.time_range.start
+    steps = len(runner.log.reports[seen:][:40])
+    top = sorted(times.items(), key=lambda item: -item[1])[:8]
+    return {
+        "idle_share": round(1 - busy / (reached - middle[0][0]), 4),
+        "kernels": round(len(spans) / max(steps, 1)),
+        "top_us": {name: round(us / max(steps, 1), 1) for name, us in top},
+    }
 
 
 BENCHES = {"throughput": throughput, "latency": latency, "steady": steady}
@@ -335,9 +349,7 @@ BENCHES = {"throughput": throughput, "latency": latency, "steady": steady}
 
 def command_line() -> argparse.ArgumentParser:
     """The flags of `pagewalk bench`."""
-    parser = argparse.ArgumentParser(
-        "pagewalk bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("bench", choices=BENCHES)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", choices=SHAPES, default="smol", help="random weights of this shape")
@@ -363,8 +375,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = command_line().parse_args(arguments)
+def main() -> None:
+    args = command_line().parse_args()
     print(json.dumps(uvloop.run(measure(args))))
 
 

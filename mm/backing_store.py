@@ -1,7 +1,7 @@
 """The host memory behind the swap slots: page-locked where a GPU copies to it, else plain. mm's only import of torch.
 
 Page-locking costs about half a second a gigabyte, and calls to the GPU's driver wait meanwhile. So the memory is taken
-in small chunks, in a thread, and only as far as it is asked for (`want`): a server under no pressure locks next to none.
+in small chunks, in a thread, and only as far as is asked for (`want`): a server under no pressure locks next to none.
 Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area there, with a
 warning: the area is then smaller than was planned.
 """

@@ -3,6 +3,7 @@
     serve         load a model and answer requests
     check         load a model, generate a little, and say how it went
     config show   print the settings in force, and where each came from
+    bench NAME    measure something (bench/__main__.py)
 
 Exit codes: 0 well; 2 a setting is wrong; 3 the model cannot be loaded; 4 the device or its memory is not enough;
 70 a fault of ours. Everything but the last is one line that says what to do.
@@ -45,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Carry out one command; returns the exit code."""
+    if arguments[:1] == ["bench"]:
+        from bench.__main__ import main as bench  # only here: nothing else of the service knows the benchmarks
+
+        try:
+            return bench(arguments[1:])
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else EXIT_SETTINGS
     try:
         given = _parser().parse_args(arguments)
     except SystemExit as end:  # argparse has said what is wrong, or has printed the help
@@ -94,6 +102,7 @@ def _parser() -> Parser:
     }
     add_flags(commands.add_parser("serve", help="load a model and answer requests", **serve))
     add_flags(commands.add_parser("check", help="load a model, generate a little, and exit"))
+    commands.add_parser("bench", help="measure throughput, latency, kernels, swap", add_help=False)
     config = commands.add_parser("config", help="look at the settings").add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=Parser
     )

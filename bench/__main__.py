@@ -1,0 +1,30 @@
+"""The command `pagewalk bench NAME`: one module of this package a name.
+
+throughput, latency, steady   the engine without HTTP (bench/offline.py)
+kernels                       the CUDA kernels alone
+swap                          copies to host memory, and a workload in a pool that is too small
+peers                         every workload that a peer's numbers exist for, in one table
+cpu                           the whole server beside transformers, on the CPU
+"""
+
+import importlib
+import sys
+
+OFFLINE = ("throughput", "latency", "steady")
+MODULES = ("kernels", "swap", "peers", "cpu")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one benchmark; returns the exit code."""
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name not in OFFLINE + MODULES:
+        print(f"{__doc__}\n`pagewalk bench NAME --help` lists a benchmark's flags.", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    module = importlib.import_module(f"bench.{'offline' if name in OFFLINE else name}")
+    sys.argv = [f"pagewalk bench {name}", *([name] if name in OFFLINE else []), *rest]
+    module.main()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
