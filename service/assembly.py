@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mm import PAGE_SIZE, MemoryManager, pages_for
+from mm import PAGE_SIZE, MemoryManager, OvercommitMode, pages_for
 from model.config import ModelConfig, read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.cuda_namespace import check_cuda_namespace
@@ -69,6 +69,7 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
         slots=executor.slots,
         opened_slots=0,
     )
+    memory.ledger.mode = OvercommitMode(settings.overcommit)
     bounds = SchedulerSettings(max_running=sizes.running, max_batched_tokens=sizes.tokens, max_length=max_length)
     scheduler = Scheduler(memory, bounds)
     limits = Limits(

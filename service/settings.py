@@ -120,6 +120,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(gt=0, le=1),
         About("Device and memory", "share of the GPU's memory that this process may fill", "SHARE"),
     ] = 0.9
+    overcommit: Annotated[
+        Literal["heuristic", "strict", "always"],
+        About(
+            "Device and memory",
+            "what may be promised to requests that grow. strict: the whole length of each, so that none is ever "
+            "preempted; heuristic: more, since most answers end early; always: no check",
+        ),
+    ] = "heuristic"
     page_size: Annotated[
         int,
         Meta(ge=1, le=1024),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_executor import SimulatedExecutor, expected_output
 
-from mm import MemoryManager
+from mm import MemoryManager, OvercommitMode
 from model.step_plan import FED_BACK, SamplingParameters
 from service.engine_client import Ended, Submit
 from service.request import Sequence, State
@@ -547,3 +547,18 @@ def test_cancelled_while_swapped_frees_its_slots() -> None:
     information = driver.scheduler.memory.information()
     assert information.sequence_slots == 0
     assert [s.state for s in sequences] == [State.ENDED] * 3
+
+
+def test_strict_overcommit_runs_only_what_can_reach_its_limit() -> None:
+    """Each promise is kept: nobody is preempted, and who cannot be promised its whole length waits."""
+    driver = make(frames=12, page_size=4, rows=4)
+    driver.scheduler.memory.ledger.mode = OvercommitMode.STRICT
+    for salt in range(4):
+        driver.submit(prompt_of(6, salt), 14)  # 5 pages each: two at a time
+    most = 0
+    while driver.scheduler.has_work:
+        driver.step()
+        most = max(most, len(driver.scheduler.sequences.running))
+    assert most == 2
+    assert driver.scheduler.preemptions == 0
+    assert all(driver.output[salt] == expected_output(prompt_of(6, salt), 14) for salt in range(4))
