@@ -19,7 +19,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 export VENV PYTHON TORCH_INDEX
 
-.PHONY: help serve test check format soak bench-cpu test-gpu pins clean
+.PHONY: help serve test check format soak bench-cpu bench-mm test-gpu pins clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -48,6 +48,9 @@ soak: $(DEV)  ## Run the tests that take minutes or measure times
 
 bench-cpu: $(DEV)  ## Measure this server beside transformers, on the CPU; prints one line of JSON last
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m bench.cpu $(ARGS)
+
+bench-mm: $(DEV)  ## Time the memory manager alone, beside transformers' paged cache; prints one line of JSON last
+	@$(BIN)/python -m bench.mm $(ARGS)
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the Python that PYTHON names (it has torch and cupy)
 	$(PYTHON) -m pytest -m "gpu and not soak" $(ARGS)

@@ -5,13 +5,15 @@ kernels                       the CUDA kernels alone
 swap                          copies to host memory, and a workload in a pool that is too small
 peers                         every workload that a peer's numbers exist for, in one table
 cpu                           the whole server beside transformers, on the CPU
+mm                            the memory manager alone, beside transformers' paged cache
+simulate                      a workload replayed against memory: waste, sharing, swap over time
 """
 
 import importlib
 import sys
 
 OFFLINE = ("throughput", "latency", "steady")
-MODULES = ("kernels", "swap", "peers", "cpu")
+MODULES = ("kernels", "swap", "peers", "cpu", "mm", "simulate")
 
 
 def main(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ import aiohttp
 
 from bench import workload
 from model.config import read_config
-from model.cpu_executor import usable_cores
+from model.cpu_threads import usable_cores
 from model.source import resolve
 
 LEVELS = (1, 8, 32)

@@ -49,6 +49,11 @@ class BackingStore:
             self._thread = threading.Thread(target=self._allocate, name="backing-store", daemon=True)
             self._thread.start()
 
+    def wait(self) -> None:
+        """Block until all that was asked for is there, or nothing more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ready_slots >= self._wanted or self._is_closed)
+
     def slot(self, number: int) -> Tensor:
         """(slot_bytes,) uint8: the memory of a ready slot."""
         chunk, place = divmod(number, self._slots_a_chunk)
@@ -82,5 +87,10 @@ class BackingStore:
                 chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
             except RuntimeError as error:  # torch's word for memory that cannot be had or locked
                 log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, str(error).splitlines()[0])
+                with self._changed:
+                    self._is_closed = True
+                    self._changed.notify_all()
                 return
-            self._chunks.append(chunk)
+            with self._changed:
+                self._chunks.append(chunk)
+                self._changed.notify_all()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mm.addresses import Int64Array, pages_for
+from mm.addresses import ABSENT, Int64Array, pages_for
 from mm.content import ContentChain
 from mm.errors import OverCommit
 from mm.lookup import PrefixMatch
@@ -72,6 +72,8 @@ def _verdict(
         memory.ledger.check(promised, memory.pins.pages)
     except OverCommit as refusal:
         return WouldRun.WAIT, str(refusal)
-    if shortage := memory.reclaimer.shortage(needs, match.idle_frames):
+    frames = memory.cache.frames[match.entries]
+    mapping = memory.reclaimer.idle_by_tenant(frames[frames != ABSENT])
+    if shortage := memory.reclaimer.shortage(needs, mapping, tenant):
         return WouldRun.WAIT, str(shortage)
     return WouldRun.NOW, None

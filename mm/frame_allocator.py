@@ -67,11 +67,13 @@ class FrameAllocator:
 
         A frame without references is not free while it is sealed or pinned.
         """
-        if len(frames) and self.references[frames].min() < 1:
-            unheld = (self.references[frames] < 1) & ~self.sealed[frames] & (self.pins[frames] < 1)
+        index = frames.astype(np.intp)  # numpy indexes fastest by it
+        counts = self.references[index]
+        if len(frames) and counts.min() < 1:
+            unheld = (counts < 1) & ~self.sealed[index] & (self.pins[index] < 1)
             if unheld.any():
                 raise FrameNotHeld(f"shared a free frame: {frames[unheld].tolist()}")
-        self.references[frames] += 1
+        self.references[index] = counts + 1
 
     def release(self, frames: Int32Array) -> Int32Array:
         """Drop one reference per entry of `frames`, where a frame may stand several times.

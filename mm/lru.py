@@ -37,6 +37,9 @@ class LruList(IntEnum):
     SWAPPED = 2
 
 
+_SWAPPED = 2  # the same as a plain number, for where it is compared for every page
+
+
 class PageLists:
     """`lists` doubly linked lists over `pages` pages; a page is on one list at most."""
 
@@ -111,8 +114,10 @@ class PageLru:
     def leave(self, page: int) -> None:
         """A page stops being cached."""
         self.remove(page)
-        self.active_pages -= self.active[page]
-        self.active[page] = self.referenced[page] = False
+        if self.active[page]:
+            self.active_pages -= 1
+            self.active[page] = False
+        self.referenced[page] = False
 
     def is_idle(self, page: int) -> bool:
         """Whether nobody maps the page and reclaim could take its frame."""
@@ -146,7 +151,8 @@ class PageLru:
         number = self.lists.on[page]
         if number != ABSENT:
             self.lists.remove(page)
-            self.idle_pages -= number % 3 != LruList.SWAPPED
+            if number % 3 != _SWAPPED:
+                self.idle_pages -= 1
 
     def make_cold(self, page: int) -> None:
         """To the coldest place, and inactive: the next to go. Ignored for a page on no list or in swap alone."""

@@ -287,13 +287,14 @@ class MemoryManager:
         self.ledger.promise(child, promised)
         self._limits[child] = self._limits[row]
         entries = tables.mapped(row)
-        pages = (entries >= 0).nonzero()[0].astype(np.int32)
-        frames = entries[pages]
-        self.residency.map(frames, tenant)
-        in_swap = len(entries) - len(pages)
+        frames, pages = entries.copy(), np.arange(len(entries), dtype=np.int32)
+        in_swap = int(np.count_nonzero(entries < 0))
         if in_swap:
-            for slot in slot_entry(entries[entries < ABSENT]).tolist():
+            pages = pages[entries >= 0]
+            frames = entries[pages]
+            for slot in slot_entry(entries[entries < 0]).tolist():
                 self.swap.add_reference(slot)
+        self.residency.map(frames, tenant)
         tables.entries[child, : len(entries)] = entries
         tables.lengths[child] = tables.lengths[row]
         tables.barred[child] = in_swap

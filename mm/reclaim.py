@@ -63,34 +63,50 @@ class Reclaimer:
         """Free, or idle and not kept for one tenant's own needs."""
         if not self._tenants.is_limited:
             return self._frames.free_frames + self._lru.idle_pages
-        idle, kept = self._idle_and_kept()
-        return self._frames.free_frames + int((idle - kept).sum())
+        usage, idle = self._usage_and_idle()
+        return self._frames.free_frames + int((idle - self._kept(usage, idle)).sum())
 
-    def shortage(self, needs: Int64Array, spoken_for: int = 0) -> OutOfFrames | None:
+    def shortage(self, needs: Int64Array, mapping: Int64Array | None = None, by: int = 0) -> OutOfFrames | None:
         """Why needs[t] more frames for tenant t cannot be had, or None. Changes nothing.
 
-        spoken_for: idle frames that are about to be mapped, and so cannot be counted on.
+        mapping[t]: idle pages charged to tenant t that tenant `by` is about to map, before the frames are allocated:
+        they cannot be reclaimed then, and are charged to it.
         """
         total, free = int(needs.sum()), self._frames.free_frames
+        mapped = 0 if mapping is None else int(mapping.sum())
         if not self._tenants.is_limited:
-            idle_pages = self._lru.idle_pages - spoken_for
-            return None if total <= free + idle_pages else OutOfFrames(total, free, idle_pages)
-        idle, kept = self._idle_and_kept()
+            reclaimable = self._lru.idle_pages - mapped
+            return None if total <= free + reclaimable else OutOfFrames(total, free, reclaimable)
+        usage, idle = self._usage_and_idle()
+        if mapping is not None:
+            usage, idle = usage - mapping, idle - mapping
+            usage[by] += mapped
         for tenant in np.flatnonzero(needs).tolist():
-            limit, usage, need = self._tenants.limits[tenant].max, int(self._tenants.usage[tenant]), int(needs[tenant])
-            if usage + need - limit > idle[tenant]:
-                return OverTenantLimit(self._tenants.names[tenant], need, usage, limit, int(idle[tenant]))
-        reclaimable = int((idle - kept).sum()) - spoken_for
+            limit, used, need = self._tenants.limits[tenant].max, int(usage[tenant]), int(needs[tenant])
+            if used + need - limit > idle[tenant]:
+                return OverTenantLimit(self._tenants.names[tenant], need, used, limit, int(idle[tenant]))
+        kept = self._kept(usage, idle)
+        reclaimable = int((idle - kept).sum())
         if int(np.maximum(0, needs - kept).sum()) > free + reclaimable:
             return OutOfFrames(total, free, reclaimable)
         return None
 
-    def _idle_and_kept(self) -> tuple[Int64Array, Int64Array]:
-        """Per tenant: idle pages, and how many of these lie within its min and so are kept from others."""
+    def idle_by_tenant(self, frames: Int32Array) -> Int64Array:
+        """How many of these distinct frames are idle, by the tenant that is charged: for `mapping` above."""
+        is_idle = (self._frames.references[frames] == 0) & (self._frames.pins[frames] == 0)
+        tenants = self._tenants.of_frame[frames[is_idle]]
+        return np.bincount(tenants, minlength=len(self._tenants.names)).astype(np.int64)
+
+    def _usage_and_idle(self) -> tuple[Int64Array, Int64Array]:
+        """Per tenant: frames charged, and how many of these are idle."""
         count = len(self._tenants.names)
-        idle = np.array([self._lru.idle_of(tenant) for tenant in range(count)], np.int64)
+        return self._tenants.usage[:count], np.array([self._lru.idle_of(each) for each in range(count)], np.int64)
+
+    def _kept(self, usage: Int64Array, idle: Int64Array) -> Int64Array:
+        """Per tenant: the idle pages that lie within its min, and so are kept for its own needs."""
         floors = np.array([limits.min for limits in self._tenants.limits], np.int64)
-        return idle, np.clip(floors - (self._tenants.usage[:count] - idle), 0, idle)
+        kept: Int64Array = np.clip(floors - (usage - idle), 0, idle)
+        return kept
 
     # --- allocating
 
@@ -119,7 +135,7 @@ class Reclaimer:
         while self._frames.free_frames < len(tenants) and (tenant := self._whose_page_goes(now)) != ABSENT:
             self._take(self._lru.victim(tenant), now, needed_for)
         if self._frames.free_frames < len(tenants):  # what is left is kept for tenants that need it themselves
-            own = np.minimum(self._idle_and_kept()[1], needs)
+            own = np.minimum(self._kept(*self._usage_and_idle()), needs)
             for tenant in np.repeat(np.arange(count), own)[: len(tenants) - self._frames.free_frames].tolist():
                 self._take(self._lru.victim(tenant), now, needed_for)
 

@@ -7,13 +7,12 @@ Shadows are kept in order of eviction and bounded; the oldest is forgotten first
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_SHADOWS = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class Shadow:
+class Shadow(NamedTuple):
     """An evicted page."""
 
     evictions: int  # the count when it went
@@ -37,10 +36,11 @@ class Shadows:
     def add(self, key: bytes, now: float, evicted_for: str) -> None:
         """A page is evicted: its content is nowhere any more."""
         self.evictions += 1
-        self._shadows[key] = Shadow(self.evictions, now, evicted_for)
-        self._shadows.move_to_end(key)
-        if len(self._shadows) > self.capacity:
-            self._shadows.popitem(last=False)
+        shadows = self._shadows
+        shadows.pop(key, None)  # a new one is the newest
+        shadows[key] = Shadow(self.evictions, now, evicted_for)
+        if len(shadows) > self.capacity:
+            shadows.popitem(last=False)
 
     def find(self, key: bytes) -> Shadow | None:
         return self._shadows.get(key)

@@ -129,10 +129,16 @@ class Residency:
 
     def reclaim(self, entry: int, now: float, needed_for: str) -> None:
         """Free the frame of an idle cached page. A clean page lives on in its slot, a dirty one is lost."""
-        if self.cache.slot[entry] == ABSENT:
-            self.evict(entry, now, needed_for)
-        else:
+        if self.cache.slot[entry] != ABSENT:
             self.drop_clean(entry)
+            return
+        # What `evict` does, without what does not concern an idle page: this is all that a saturated pool does.
+        frame = self.cache.frame[entry]
+        self._record(EventKind.EVICT, frame)
+        self.lru.leave(entry)
+        self.shadows.add(self.cache.remove(entry), now, needed_for)
+        self.frames.sealed[frame] = False
+        self.frames.free_one(frame)
 
     def drop_clean(self, entry: int) -> None:
         """Free the frame of an idle cached page that has a slot, too: IDLE -> IN SWAP."""
@@ -146,17 +152,14 @@ class Residency:
 
     def evict(self, entry: int, now: float, needed_for: str) -> None:
         """A cached page is lost for want of memory: a shadow is left."""
-        key = self.cache.keys[entry]
-        assert key is not None
         self._record(EventKind.EVICT, self.cache.frame[entry])
-        self.uncache(entry)
-        self.shadows.add(key, now, needed_for)
+        self.shadows.add(self.uncache(entry), now, needed_for)
 
-    def uncache(self, entry: int) -> None:
-        """Stop caching a page. Its frame and slot are freed unless something else holds them."""
+    def uncache(self, entry: int) -> bytes:
+        """Stop caching a page. Its frame and slot are freed unless something else holds them. Returns its key."""
         frame, slot = self.cache.frame[entry], self.cache.slot[entry]
         self.lru.leave(entry)
-        self.cache.remove(entry)
+        key = self.cache.remove(entry)
         if slot != ABSENT:
             self.swap.entry[slot] = ABSENT
             self.settle_slot(slot)
@@ -164,6 +167,7 @@ class Residency:
             self.frames.sealed[frame] = self.swap.slot_of_frame[frame] != ABSENT
             if not self.frames.reference_count[frame]:
                 self.settle_frame(frame)
+        return key
 
     def _record(self, kind: EventKind, frame: int) -> None:
         """An event of the one whom the frame was last allocated for; frame ABSENT: of nobody."""

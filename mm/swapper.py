@@ -244,10 +244,7 @@ class Swapper:
         twins = np.array([self._swap.twin[slot] for slot in slots], np.int32)
         missing = [slot for slot, twin in zip(slots, twins, strict=True) if twin == ABSENT and slot not in self._coming]
         here = twins[twins != ABSENT]
-        self._check_room(
-            [tenant] * len(missing),
-            spoken_for=int(np.count_nonzero((self._frames.references[here] == 0) & (self._frames.pins[here] == 0))),
-        )
+        self._check_room([tenant] * len(missing), self._reclaimer.idle_by_tenant(here), tenant)
         if len(here):
             for entry in self._cache.entries_of_frames[here].tolist():
                 if entry != ABSENT:
@@ -264,12 +261,13 @@ class Swapper:
         slots = [self._cache.slot[entry] for entry in entries if self._cache.frame[entry] == ABSENT]
         missing = [slot for slot in slots if slot not in self._coming]
         tenants = [int(self._residency.tenants.of_slot[slot]) for slot in missing]
-        self._check_room(tenants, spoken_for=0)
+        self._check_room(tenants)
         return self._order_in(missing, tenants, now, needed_for, ABSENT)
 
-    def _check_room(self, tenants: list[int], spoken_for: int) -> None:
+    def _check_room(self, tenants: list[int], mapping: Int64Array | None = None, by: int = 0) -> None:
+        """Raises OutOfFrames if one frame for each of `tenants` cannot be had; see `Reclaimer.shortage`."""
         needs = np.bincount(np.array(tenants, np.int64), minlength=len(self._residency.tenants.names)).astype(np.int64)
-        if error := self._reclaimer.shortage(needs, spoken_for):
+        if error := self._reclaimer.shortage(needs, mapping, by):
             raise error
 
     def _order_in(self, slots: list[int], tenants: list[int], now: float, needed_for: str, row: int) -> SwapOrders:

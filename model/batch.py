@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mm.addresses import BoolArray, Int32Array, pages_for
+from mm.addresses import Int32Array, pages_for
 from model.step_plan import FED_BACK, StepPlan
 
 
@@ -29,7 +29,6 @@ class ForwardBatch:
     query_starts: Int32Array  # (S + 1,)
     decodes: int  # rows [0, decodes) have one query token
     sampled: Tensor  # (N,) int64: the last query token of every row that samples, in row order
-    not_finite: Tensor  # (T,) float32, written by the kernels: NaN where a key or value was not finite, else 0
 
 
 def forward_batch(plan: StepPlan, tables: Int32Array, last_tokens: Int32Array, page_size: int) -> ForwardBatch:
@@ -54,14 +53,4 @@ def forward_batch(plan: StepPlan, tables: Int32Array, last_tokens: Int32Array, p
         query_starts=plan.query_starts,
         decodes=plan.decodes,
         sampled=torch.from_numpy((plan.query_starts[1:][plan.samples] - 1).astype(np.int64)),
-        not_finite=torch.zeros(len(token_ids)),
     )
-
-
-def failed_rows(batch: ForwardBatch, hidden: Tensor) -> BoolArray:
-    """(S,) whether any query token of the row went wrong: a key, a value or the final hidden state is not finite.
-
-    hidden (T, hidden): the network's last output. A NaN in any layer stays in the residual stream, so it is seen here.
-    """
-    bad = ((hidden - hidden).sum(-1, dtype=torch.float32) + batch.not_finite).isnan().numpy()  # inf - inf is NaN
-    return np.logical_or.reduceat(bad, batch.query_starts[:-1])

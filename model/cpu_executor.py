@@ -8,13 +8,9 @@ Trap: OpenMP threads that spin while they wait make steps 5-20 times slower on a
 point sets OMP_WAIT_POLICY=PASSIVE before torch is imported; afterwards it is too late.
 """
 
-import math
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,10 +19,11 @@ import torch
 
 from mm.addresses import PAGE_SIZE
 from mm.backing_store import BackingStore
-from mm.page_copies import SwapOrders
-from model.batch import failed_rows, forward_batch
+from mm.page_copies import MemoryOrders, SwapOrders
+from model.batch import forward_batch
 from model.config import ModelConfig
-from model.cpu_kernels import CpuKernels
+from model.cpu_kernels import CpuKernels, failed_rows
+from model.cpu_threads import ThreadCounts, choose_threads, usable_cores
 from model.kv_pool import KvPool, frame_bytes
 from model.parameters import Parameters
 from model.sampler import SamplingRows, sample
@@ -77,7 +74,7 @@ class CpuExecutor:
         slots: int = 0,
     ) -> None:
         """frames: of the pool; max_rows: Sequences that run at once; max_pages: of one Sequence; threads: None to
-        choose by measurement (`choose_threads`); slots: frames that fit into the swap area.
+        choose by measurement (`model.cpu_threads`); slots: frames that fit into the swap area.
         """
         dtype = parameters.embedding.dtype
         self.frames = frames
@@ -97,7 +94,7 @@ class CpuExecutor:
         self._worker = threading.Thread(target=self._work, name="cpu-executor", daemon=True)
         with torch.inference_mode():
             self._kernels.prepare(parameters)
-            self.threads = threads or choose_threads(usable_cores(), self._decode_time)
+            self.threads = self._choose_threads(threads)
         self._worker.start()
 
     def submit(self, plan: StepPlan) -> CpuTicket:
@@ -139,34 +136,49 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def _work(self) -> None:
-        torch.set_num_threads(self.threads)  # of this thread: OpenMP keeps the number per thread
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, SwapOrders):
                 self._moved.append((entry.ticket, self._move(entry)))
                 continue
             plan, ticket = entry
             try:
+                torch.set_num_threads(self.threads.of(len(plan.token_ids)))  # of this thread only, OpenMP sees to that
                 ticket.finish(self._run(plan))
             except BaseException as error:  # noqa: BLE001 (whoever waits for the step decides what its failure means)
                 ticket.finish(None, error)
 
-    def _decode_time(self, threads: int) -> float:
-        """Seconds that the matrices of a decode step take with so many threads: the best of three."""
+    def _choose_threads(self, asked: int | None) -> ThreadCounts:
+        if asked:
+            return ThreadCounts(asked, asked, asked)
         before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        layers, times = self._parameters.layers[:8], []
-        inputs = torch.zeros((8, self._parameters.embedding.shape[1]), dtype=self._parameters.embedding.dtype)
-        for _ in range(4):  # the first one wakes the threads
-            begun = time.perf_counter()
-            for layer in layers:
-                x, _ = self._kernels.rms_norm(inputs, inputs, layer.input_norm)
-                self._kernels.linear(self._kernels.silu_mul(self._kernels.linear(x, layer.gate_up)), layer.down)
-            times.append(time.perf_counter() - begun)
+        chosen = choose_threads(usable_cores(), self._step_time)
         torch.set_num_threads(before)
+        return chosen
+
+    def _step_time(self, threads: int, rows: int) -> float:
+        """Seconds of a decode step of so many rows, each with its first token: the best of three.
+
+        Before the first plan: all rows write to frame 0, which is zeroed again.
+        """
+        rows = min(rows, len(self._tables))
+        numbers = np.arange(rows + 1, dtype=np.int32)
+        zeros, all_sample = np.zeros(rows, np.int32), np.ones(rows, np.bool_)
+        plan = StepPlan(-1, MemoryOrders(), None, numbers[:-1], zeros, numbers, zeros, all_sample, decodes=rows)
+        torch.set_num_threads(threads)
+        times = []
+        for _ in range(4):  # the first one wakes the threads and makes oneDNN's kernels
+            begun = time.perf_counter()
+            self._run(plan)
+            times.append(time.perf_counter() - begun)
+        self.pool.data[0].zero_()
+        self._last_tokens[:] = 0
         return min(times[1:])
 
     def _move(self, orders: SwapOrders) -> bool:
-        """Carry swap orders out. Memory to memory: it cannot fail."""
+        """Carry swap orders out. False, and nothing is moved, if a slot has no memory behind it."""
+        highest = max(orders.out_slots.max(initial=-1), orders.in_slots.max(initial=-1))
+        if highest >= self._store.ready_slots:
+            return False
         for frame, slot in zip(orders.out_frames.tolist(), orders.out_slots.tolist(), strict=True):
             self._store.slot(slot).copy_(self.pool.frame(frame))
         for slot, frame in zip(orders.in_slots.tolist(), orders.in_frames.tolist(), strict=True):
@@ -184,8 +196,9 @@ class CpuExecutor:
             return StepResult(tokens, np.zeros(len(plan.rows), np.bool_))
 
         batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
-        hidden = forward(self._parameters, self._kernels.step(batch), self._kernels)  # (T, hidden)
-        failed = failed_rows(batch, hidden)
+        step = self._kernels.step(batch)
+        hidden = forward(self._parameters, step, self._kernels)  # (T, hidden)
+        failed = failed_rows(step, hidden)
         if plan.samples.any():  # only rows that sample go through the output matrix
             rows = plan.rows[plan.samples]
             scores = logits(self._parameters, hidden[batch.sampled], self._kernels)  # (N, V)
@@ -218,29 +231,3 @@ def multiplies_bfloat16() -> bool:
         return False
     words = set(flags.read_text(encoding="utf-8").split())
     return bool(words & {"avx512_bf16", "amx_bf16"})
-
-
-def choose_threads(cores: int, decode_time: Callable[[int], float]) -> int:
-    """The most threads with which a decode step is within a tenth of its quickest.
-
-    Decode is bound by memory and by the barriers between operators, which grow with the threads; prefill takes all it
-    can get. Up to four cores all are used unmeasured: there the sum is always worth it (two cores, SmolLM2 in bf16,
-    linears of a step with one thread and with two: 18 and 17 ms at batch 1, 49 and 31 at 32, 510 and 257 for 512
-    tokens).
-    """
-    if cores <= 4:
-        return cores
-    counts = [*takewhile(lambda count: count < cores, (4 << shift for shift in range(cores))), cores]
-    times = {count: decode_time(count) for count in counts}
-    return max(count for count, seconds in times.items() if seconds <= 1.1 * min(times.values()))
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the cgroup's quota (containers), at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, _, period = quota.read_text(encoding="utf-8").partition(" ")
-        if limit != "max":
-            cores = min(cores, math.ceil(int(limit) / int(period or 100_000)))
-    return max(1, cores)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.addresses import Int32Array, Int64Array, pages_for
+from mm.addresses import BoolArray, Int32Array, Int64Array, pages_for
 from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.kv_pool import KvPool
@@ -31,11 +31,11 @@ from model.rope import inverse_frequencies
 class _Attention:
     """Rows whose attention is one call: decodes of like length, or one prefill chunk."""
 
-    queries: Tensor  # (T',) int64: which of the step's T tokens
+    queries: Tensor | None  # (T',) int64: which of the step's T tokens; None: all, in their order
     rows: int
     decodes: bool  # each row has one query
     keys: int  # N: keys of the longest row
-    gather: Tensor  # (2 * rows * KH * pages,) rows of KvPool.head_pages, for layer 0
+    gather: tuple[Tensor, ...]  # per layer, (2 * rows * KH * pages,) rows of KvPool.head_pages
     mask: Tensor | None  # added to the scores; None: plainly causal
 
 
@@ -46,8 +46,9 @@ class CpuStep:
     batch: ForwardBatch
     cos: Tensor  # (T, 1, D) float32
     sin: Tensor  # (T, 1, D) float32, negative for the first half of a head
-    places: Tensor  # (T * 2 * KH,) rows of KvPool.vectors to write, for layer 0
+    places: tuple[Tensor, ...]  # per layer, (T * 2 * KH,) rows of KvPool.vectors to write
     attention: list[_Attention]
+    suspect: Tensor  # (T, 2, KH, D): 0, but NaN where a key or value of any layer so far was not finite
 
 
 class CpuKernels:
@@ -61,7 +62,8 @@ class CpuKernels:
         # A frame's neighbour layer lies this many rows on, in KvPool.head_pages and KvPool.vectors.
         self._layer_head_pages = 2 * config.kv_heads
         self._layer_vectors = 2 * config.kv_heads * pool.page_size
-        self._gathered = torch.empty(0, dtype=pool.data.dtype)
+        self._vectors, self._head_pages = pool.vectors, pool.head_pages
+        self._gathered = self._head_pages[:0]
         self._dtype = pool.data.dtype
         self._norm_eps = torch.tensor(config.norm_eps)
         self._packs = _can_pack(self._dtype)
@@ -113,30 +115,27 @@ class CpuKernels:
 
     def append(self, qkv: Tensor, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, step: CpuStep) -> Tensor:
         c = self._config
-        tokens, heads = qkv.shape[0], c.heads + c.kv_heads
-        rotated_columns = heads * c.head_dim
-        qk = qkv[:, :rotated_columns].view(tokens, heads, c.head_dim)
-        v = qkv[:, rotated_columns:].view(tokens, c.kv_heads, c.head_dim)
+        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # (T, H + 2 KH, D)
+        qk, v = heads.split((c.heads + c.kv_heads, c.kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
-            q, k = qk.split([c.heads, c.kv_heads], dim=1)
+            q, k = qk.split((c.heads, c.kv_heads), dim=1)
             qk = torch.cat((self._normed(q, q_norm), self._normed(k, k_norm)), dim=1)
         wide = qk.float()
         partner = wide.roll(c.head_dim // 2, dims=-1)  # dimension i turns with i + D / 2
         qk = torch.addcmul(wide * step.cos, partner, step.sin).to(qkv.dtype)  # (T, H + KH, D)
-        q, k = qk.split([c.heads, c.kv_heads], dim=1)
+        q, k = qk.split((c.heads, c.kv_heads), dim=1)
         kv = torch.stack((k, v), dim=1)  # (T, 2, KH, D)
-        step.batch.not_finite += (kv - kv).sum((1, 2, 3), dtype=torch.float32)  # inf - inf and NaN - NaN are NaN
-        self._pool.vectors.index_copy_(
-            0, step.places + layer * self._layer_vectors, kv.nan_to_num_(nan=0.0).view(-1, c.head_dim)
-        )
+        step.suspect.add_(kv, alpha=0)  # 0 * infinity and 0 * NaN are NaN
+        self._vectors.index_copy_(0, step.places[layer], kv.nan_to_num_(nan=0.0).view(-1, c.head_dim))
         return q
 
     def attention(self, q: Tensor, layer: int, step: CpuStep) -> Tensor:
         c = self._config
-        out = torch.empty((q.shape[0], c.heads * c.head_dim), dtype=q.dtype)
+        out = q.new_empty((q.shape[0], c.heads * c.head_dim)) if len(step.attention) > 1 else None
         for part in step.attention:
             keys, values = self._gather(part, layer)
-            queries = q.index_select(0, part.queries).unflatten(1, (c.kv_heads, self._groups))  # (T', KH, G, D)
+            own = q if part.queries is None else q.index_select(0, part.queries)
+            queries = own.unflatten(1, (c.kv_heads, self._groups))  # (T', KH, G, D)
             if part.decodes:
                 mixed = F.scaled_dot_product_attention(queries, keys, values, part.mask)  # (S, KH, G, D)
             else:
@@ -148,17 +147,20 @@ class CpuKernels:
                     part.mask,
                     is_causal=part.mask is None,
                 ).permute(2, 0, 1, 3)  # (T', KH, G, D)
-            out.index_copy_(0, part.queries, mixed.reshape(-1, c.heads * c.head_dim))
+            mixed = mixed.reshape(-1, c.heads * c.head_dim)
+            if out is None or part.queries is None:
+                return mixed
+            out.index_copy_(0, part.queries, mixed)
+        assert out is not None, "a step has at least one token"
         return out
 
     def _gather(self, part: _Attention, layer: int) -> tuple[Tensor, Tensor]:
         """The rows' keys and values of one layer, each (rows, KH, N, D), in the buffer that the next call reuses."""
-        head_pages = self._pool.head_pages
-        size = part.gather.numel() * head_pages.shape[1]
-        if self._gathered.numel() < size:
-            self._gathered = torch.empty(size, dtype=self._dtype)
-        buffer = self._gathered[:size].view(-1, head_pages.shape[1])
-        torch.index_select(head_pages, 0, part.gather + layer * self._layer_head_pages, out=buffer)
+        index = part.gather[layer]
+        if self._gathered.shape[0] < len(index):
+            self._gathered = torch.empty((len(index), self._head_pages.shape[1]), dtype=self._dtype)
+        buffer = self._gathered[: len(index)]
+        torch.index_select(self._head_pages, 0, index, out=buffer)
         c = self._config
         kv = buffer.view(2, part.rows, c.kv_heads, -1, c.head_dim)[:, :, :, : part.keys]
         return kv[0], kv[1]
@@ -172,24 +174,32 @@ class CpuKernels:
         cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale  # (T, D / 2)
         heads = torch.arange(2 * c.kv_heads)
         places = (batch.frames[:, None] * c.layers * self._layer_head_pages + heads) * self._pool.page_size
+        tokens = len(batch.token_ids)
         return CpuStep(
             batch=batch,
             cos=torch.cat((cos, cos), dim=-1)[:, None],
             sin=torch.cat((-sin, sin), dim=-1)[:, None],
-            places=(places + batch.offsets[:, None]).view(-1),
+            places=self._of_each_layer(places + batch.offsets[:, None], self._layer_vectors),
             attention=self._plan_attention(batch),
+            suspect=torch.zeros((tokens, 2, c.kv_heads, c.head_dim), dtype=self._dtype),
         )
+
+    def _of_each_layer(self, first: Tensor, stride: int) -> tuple[Tensor, ...]:
+        """The index `first` of layer 0, flat, and those of all layers: each lies `stride` rows after the one before."""
+        return (first.reshape(-1) + torch.arange(self._config.layers)[:, None] * stride).unbind()
 
     def _plan_attention(self, batch: ForwardBatch) -> list[_Attention]:
         parts = []
-        for rows in self._like_lengths(batch.lengths[: batch.decodes]):
+        groups = self._like_lengths(batch.lengths[: batch.decodes])
+        alone = len(groups) + len(batch.lengths) - batch.decodes == 1
+        for rows in groups:
             lengths = batch.lengths[rows]
             keys = int(lengths.max())
             too_far = torch.arange(keys) >= torch.from_numpy(lengths)[:, None]  # (S, N)
             bias = torch.zeros(too_far.shape, dtype=self._dtype).masked_fill_(too_far, float("-inf"))
             parts.append(
                 _Attention(
-                    queries=torch.from_numpy(rows),
+                    queries=None if alone else torch.from_numpy(rows),
                     rows=len(rows),
                     decodes=True,
                     keys=keys,
@@ -198,7 +208,7 @@ class CpuKernels:
                 )
             )
         for row in range(batch.decodes, len(batch.lengths)):
-            queries = torch.arange(int(batch.query_starts[row]), int(batch.query_starts[row + 1]))
+            queries = None if alone else torch.arange(int(batch.query_starts[row]), int(batch.query_starts[row + 1]))
             start, keys = int(batch.starts[row]), int(batch.lengths[row])
             mask: Tensor | None = None
             if start:
@@ -223,10 +233,10 @@ class CpuKernels:
             if padding > _PADDING_BYTES:
                 cuts.append(place)
                 longest, padding = count, 0
-        return np.split(order, cuts)
+        return np.split(order, cuts) if cuts else [np.arange(len(lengths))]
 
-    def _gather_index(self, page_tables: Int32Array, lengths: Int32Array) -> Tensor:
-        """Rows of KvPool.head_pages for layer 0, ordered (kind, row, kv head, page).
+    def _gather_index(self, page_tables: Int32Array, lengths: Int32Array) -> tuple[Tensor, ...]:
+        """Rows of KvPool.head_pages, per layer, ordered (kind, row, kv head, page).
 
         Rows shorter than the longest are filled up with their own first frame: always theirs, always finite, and
         masked.
@@ -237,7 +247,17 @@ class CpuKernels:
         frames = torch.from_numpy(np.where(used, page_tables[:, :pages], page_tables[:, :1]).astype(np.int64))
         kinds = torch.arange(2).view(2, 1, 1, 1) * c.kv_heads
         heads = torch.arange(c.kv_heads).view(1, 1, -1, 1)
-        return (frames[None, :, None] * (c.layers * self._layer_head_pages) + kinds + heads).view(-1)
+        index = frames[None, :, None] * (c.layers * self._layer_head_pages) + kinds + heads
+        return self._of_each_layer(index, self._layer_head_pages)
+
+
+def failed_rows(step: CpuStep, hidden: Tensor) -> BoolArray:
+    """(S,) whether any query token of the row went wrong: a key, a value or its last hidden state is not finite.
+
+    hidden (T, hidden): the network's result. What is not finite in any layer stays so in the residual stream.
+    """
+    bad = hidden.isfinite().all(-1).logical_and_(step.suspect.flatten(1).isfinite().all(-1)).logical_not_()
+    return np.logical_or.reduceat(bad.numpy(), step.batch.query_starts[:-1])
 
 
 def _pages_of(lengths: Int32Array, page_size: int) -> Int32Array:

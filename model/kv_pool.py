@@ -4,7 +4,7 @@
 
 NaN rule. A masked position still enters the arithmetic of a kernel, as 0 * value, and 0 * NaN is NaN. So every byte of
 the pool must be finite at all times: it is zero at allocation, and whoever writes keys or values writes finite ones
-(NaN becomes 0, infinities the largest number) and raises the row's `failed` flag instead (`ForwardBatch.not_finite`).
+(NaN becomes 0, infinities the largest number) and raises the row's `failed` flag instead.
 """
 
 import numpy as np

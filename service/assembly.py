@@ -52,6 +52,10 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
     config = read_config(folder)
     device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "device is cuda, but PyTorch sees no GPU here: a driver or a CUDA build of it is missing"
+        )
     dtype = _device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
     max_length = _max_length(settings.max_model_len, config)
     sizes = _sizes(settings, max_length, on_gpu=on_gpu)

@@ -202,9 +202,10 @@ class Server:
         """One line to copy and paste that streams an answer."""
         question = "What is a page table?"
         path = "chat/completions" if has_chat else "completions"
-        body: dict[str, object] = {"prompt": question, "max_tokens": 64}
+        body: dict[str, object] = {"prompt": question}
         if has_chat:
             body = {"messages": [{"role": "user", "content": question}]}
+        body |= {"max_tokens": 200, "temperature": 0.2}  # small models ramble at 1 and without a bound
         key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self.settings.api_keys else ""
         data = json.dumps({**body, "stream": True})
         return f"curl -N {self._url()}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"

@@ -1,7 +1,5 @@
 """The memory behind swap slots comes in chunks, and ends where the system says so."""
 
-import time
-
 import pytest
 import torch
 
@@ -9,11 +7,8 @@ from mm.backing_store import BackingStore
 
 
 def filled(store: BackingStore, slots: int) -> BackingStore:
-    """Wait for the memory; bounded, since it may never come."""
     store.want(slots)
-    deadline = time.monotonic() + 10
-    while store.ready_slots < slots and store._thread.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    store.wait()
     return store
 
 

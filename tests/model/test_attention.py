@@ -7,9 +7,9 @@ import torch
 from mm.addresses import pages_for
 from mm.page_copies import MemoryOrders, PageCopies
 from model import reference
-from model.batch import ForwardBatch, failed_rows, forward_batch
+from model.batch import ForwardBatch, forward_batch
 from model.config import ModelConfig, parse_config
-from model.cpu_kernels import CpuKernels
+from model.cpu_kernels import CpuKernels, failed_rows
 from model.kv_pool import KvPool, frame_bytes
 from model.step_plan import StepPlan
 
@@ -135,10 +135,10 @@ def test_what_is_not_finite_stays_out_of_the_pool_and_raises_the_flag(bad: float
     step = case.kernels.step(case.batch())
     case.kernels.append(qkv, 0, None, None, step)
     assert bool(case.pool.data.isfinite().all())
-    assert failed_rows(step.batch, torch.zeros(10, 4)).tolist() == [False, False, True]
+    assert failed_rows(step, torch.zeros(10, 4)).tolist() == [False, False, True]
     hidden = torch.zeros(10, 4)
     hidden[1, 2] = bad
-    assert failed_rows(case.batch(), hidden).tolist() == [False, True, False]
+    assert failed_rows(case.kernels.step(case.batch()), hidden).tolist() == [False, True, False]
 
 
 def test_copies_move_whole_frames() -> None:

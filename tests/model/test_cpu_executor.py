@@ -12,7 +12,7 @@ from plan_driver import GREEDY, PlanDriver, int32
 
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
 from model.config import read_config
-from model.cpu_executor import CpuExecutor, choose_dtype, choose_threads, usable_cores
+from model.cpu_executor import CpuExecutor, choose_dtype
 from model.loader import load_parameters
 from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan, StepResult
 
@@ -210,46 +210,25 @@ def test_dtype_follows_the_checkpoint_and_the_processor(model, monkeypatch: pyte
         assert choose_dtype(half, "float16") == torch.float16
 
 
-@pytest.mark.parametrize(
-    ("cores", "times", "chosen"),
-    [
-        (1, {}, 1),
-        (2, {}, 2),
-        (4, {}, 4),  # few cores: all of them, nothing is measured
-        (16, {4: 10.0, 8: 6.0, 16: 4.0}, 16),
-        (16, {4: 10.0, 8: 9.0, 16: 20.0}, 8),
-        (24, {4: 9.5, 8: 9.0, 16: 9.6, 24: 9.8}, 24),  # as quick within a tenth: the most, for prefill
-        (64, {4: 5.0, 8: 7.0, 16: 9.0, 32: 20.0, 64: 50.0}, 4),
-    ],
-)
-def test_threads_are_the_most_that_leave_decode_quick(cores: int, times: dict[int, float], chosen: int) -> None:
-    assert choose_threads(cores, times.__getitem__) == chosen
-
-
-def test_threads_are_measured_on_many_cores(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement runs on the real weights, leaves the caller's thread count alone, and the executor works after
-    it.
-    """
-    monkeypatch.setattr("model.cpu_executor.usable_cores", lambda: 6)
+def test_threads_are_measured_on_real_steps(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement leaves no trace: in the pool, the caller's thread count, or the answers."""
+    monkeypatch.setattr("model.cpu_executor.usable_cores", lambda: 2)
     before = torch.get_num_threads()
     executor = executor_of(model.folder, threads=0)
-    assert executor.threads in (4, 6)
+    assert executor.threads.many == 2
+    assert executor.threads.few in (1, 2)
     assert torch.get_num_threads() == before
+    assert not bool(executor.pool.data.any())
     (made,) = PlanDriver(executor).generate([PROMPT], 2)
     executor.close()
     assert made.output == model.generate(PROMPT, 2)
 
 
-def test_usable_cores_are_at_least_one_and_no_more_than_there_are() -> None:
-    import os
-
-    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.slow
 def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
     """The frames are overwritten meanwhile, and the rest of the answer is the same."""
     running = executor_of(model.folder, slots=8)
+    running.want_slots(8)
+    running._store.wait()
     first = plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2]))
     tokens = [int(running.submit(first).wait().tokens[0])]
     running.start(SwapOrders(1, out_frames=int32(0, 1, 2), out_slots=int32(5, 2, 7)))
@@ -261,6 +240,16 @@ def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
     running.close()
     assert running.ended() == [(2, True)]
     assert tokens == model.generate(PROMPT, 2)
+
+
+@pytest.mark.slow
+def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model) -> None:
+    running = executor_of(model.folder, slots=8)
+    running.start(SwapOrders(1, out_frames=int32(0), out_slots=int32(5)))
+    result = running.submit(plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2]))).wait()
+    running.close()
+    assert running.ended() == [(1, False)]
+    assert result.tokens[0] >= 0
 
 
 def test_golden_prompts(smollm2_folder: Path, golden) -> None:

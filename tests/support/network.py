@@ -8,9 +8,9 @@ from plan_driver import int32
 
 from mm.addresses import pages_for
 from mm.page_copies import MemoryOrders
-from model.batch import failed_rows, forward_batch
+from model.batch import forward_batch
 from model.config import ModelConfig, read_config
-from model.cpu_kernels import CpuKernels
+from model.cpu_kernels import CpuKernels, failed_rows
 from model.kv_pool import KvPool
 from model.loader import load_parameters
 from model.parameters import Parameters
@@ -55,8 +55,9 @@ class Network:
             decodes=decodes,
         )
         batch = forward_batch(plan, self.tables, np.zeros(len(chunks), np.int32), self.pool.page_size)
-        hidden = forward(self.parameters, self.kernels.step(batch), self.kernels)
-        self.failed[: len(chunks)] = failed_rows(batch, hidden)
+        step = self.kernels.step(batch)
+        hidden = forward(self.parameters, step, self.kernels)
+        self.failed[: len(chunks)] = failed_rows(step, hidden)
         return logits(self.parameters, hidden, self.kernels)
 
     def logits(self, ids: list[int], chunks: list[int]) -> torch.Tensor:
