@@ -14,6 +14,9 @@ TORCH_INDEX ?=
 # Processes that share the tests: each loads torch, so more than there are cores only costs memory.
 WORKERS ?= 2
 
+# The C library asks the kernel for huge pages: a step on the CPU reads all weights, and looks up fewer addresses (-10 %).
+HUGE_PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
@@ -26,7 +29,7 @@ help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
 
 serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
-	@exec $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+	@exec env $(HUGE_PAGES) $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)  ## Run every deterministic test that needs no GPU
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile $(ARGS)

@@ -83,7 +83,8 @@ def server(model: str, dtype: str) -> Iterator[str]:
         "warning",
     ]
     command = [sys.executable, "-m", "service", "serve", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # errors go where ours go
+    env = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `make serve` starts it
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)  # errors go where ours go
     try:
         assert process.stdout is not None
         for line in process.stdout:

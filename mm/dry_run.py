@@ -67,7 +67,7 @@ def _verdict(
         return WouldRun.NEVER, f"{pages} pages, and the tenant's memory.max is {limit}"
     if not memory.tables.free_rows:
         return WouldRun.WAIT, f"all {memory.tables.max_rows} page table rows are taken"
-    promised = pages_for(max_tokens, memory.page_size) - match.cached_tokens // memory.page_size
+    promised = max(0, pages_for(max_tokens, memory.page_size) - max(0, match.frames_saved))
     try:
         memory.ledger.check(promised, memory.pins.pages)
     except OverCommit as refusal:

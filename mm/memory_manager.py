@@ -177,8 +177,8 @@ class MemoryManager:
         """
         if match is not None and not self.cache.is_current(match.entries, match.serials):
             match = self.lookup(match.chain)
-        whole = match.cached_tokens // self.page_size if match is not None else 0
-        promised = max(0, pages_for(max_tokens, self.page_size) - whole)
+        shared = match.frames_saved if match is not None else 0
+        promised = max(0, pages_for(max_tokens, self.page_size) - max(0, shared))
         self.ledger.check(promised, self.pins.pages)
         number = self.tenants.id(tenant)
         row = self.tables.allocate_row(owner, number)

@@ -4,7 +4,7 @@
     heuristic   refused is only what can never fit (the default): most answers end long before their limit
     always      nothing is refused here; what does not fit fails when it grows
 
-A Sequence's commit charge is the pages up to its limit, without those that it shares at the start: they exist already.
+A Sequence's commit charge is the pages up to its limit, without the frames that it shares at the start: these exist.
 """
 
 from enum import StrEnum

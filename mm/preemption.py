@@ -154,7 +154,7 @@ class Scorer:
             return None
         candidates = table.candidates
         picked = Candidates(
-            np.array([rows[group[-1]] for group in groups], np.int32),
+            np.array([rows[group[0]] for group in groups], np.int32),
             np.array([candidates.priorities[group].max() for group in groups], np.int32),
             np.array([candidates.progress[group].mean() for group in groups]),
             np.array([candidates.preemptions[group].max() for group in groups], np.int32),

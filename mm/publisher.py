@@ -154,8 +154,8 @@ class Publisher:
                 is_active = len(self._shadows) > 0 and self._is_refault(key, frame)
                 if is_active or slot_of_frame[frame] != ABSENT:
                     residency.cached(entry, frame, active=is_active)
-            elif cache.frame[entry] == ABSENT and not residency.swap.pins[cache.slot[entry]]:
-                residency.reside(entry, frame)
+            elif cache.frame[entry] == ABSENT:
+                residency.adopt(entry, frame)
             if self.writing and self.writing.get(key) == state.writer:
                 del self.writing[key]
             state.parent, state.parent_serial = entry, cache.serial[entry]

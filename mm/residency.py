@@ -115,6 +115,11 @@ class Residency:
             hits[entry] += 1
             used_s[entry] = now
 
+    def adopt(self, entry: int, frame: int) -> None:
+        """A row has computed a cached page that is in swap alone: its frame serves, unless either is in a copy."""
+        if not self.swap.pins[self.cache.slot[entry]] and not self.frames.pin_count[frame]:
+            self.reside(entry, frame)
+
     def reside(self, entry: int, frame: int) -> None:
         """A cached page that was in swap alone has a frame again, which is a twin of its slot."""
         slot = self.cache.slot[entry]

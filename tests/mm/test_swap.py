@@ -265,3 +265,21 @@ def test_with_no_swap_at_all_everything_else_works() -> None:
     guest.space.release()
     assert house.run([*prompt, 1]).cached_tokens == 2 * P
     house.check()
+
+
+def test_a_page_that_is_published_amid_its_swap_out_goes_all_the_same() -> None:
+    """The cache has the same page in another slot: the frame in the copy must not become that one's twin."""
+    house, prompt = House(slots=8), tokens(2 * P, seed=1)
+    house.run(prompt)
+    chain = house.memory.chain(np.array(prompt, np.int32))
+    house.finish(house.memory.advise_prefix(chain, Advice.PAGEOUT))
+    match = house.memory.lookup(chain, resident_only=True)
+    guest = Guest(house.memory.create("second", match=match), match, prompt, "")
+    house.step(guest, prompt, is_good=False)
+    orders = house.begin(house.memory.swap_out([guest.space]))
+    house.commit(guest)
+    house.check(guest)
+    house.finish(orders)
+    house.check(guest)
+    house.finish(house.memory.swap_in(guest.space))
+    house.check(guest)

@@ -242,7 +242,6 @@ def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
     assert tokens == model.generate(PROMPT, 2)
 
 
-@pytest.mark.slow
 def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model) -> None:
     running = executor_of(model.folder, slots=8)
     running.start(SwapOrders(1, out_frames=int32(0), out_slots=int32(5)))
@@ -250,16 +249,3 @@ def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model) -
     running.close()
     assert running.ended() == [(1, False)]
     assert result.tokens[0] >= 0
-
-
-def test_golden_prompts(smollm2_folder: Path, golden) -> None:
-    """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
-    the greedy tokens of transformers' `generate`.
-    """
-    executor = executor_of(smollm2_folder, frames=700, max_rows=24, max_pages=100)
-    made = PlanDriver(executor).generate(
-        [entry.prompt for entry in golden], [len(entry.tokens) for entry in golden], budget=64, arrive=1
-    )
-    executor.close()
-    for entry, sequence in zip(golden, made, strict=True):
-        entry.check(sequence.output)
