@@ -415,9 +415,7 @@ class Scheduler:
         all are chosen. Who is left out has its row, and goes on as a running prefill.
         """
         while chunks:
-            rows = np.concatenate((decodes, np.array([row_of(sequence) for sequence, _ in chunks], np.int32)))
-            counts = np.ones(len(rows), np.int32)
-            counts[len(decodes) :] = [count for _, count in chunks]
+            rows, counts = _rows_and_counts(decodes, chunks)
             if self.memory.frames_needed(rows, counts) <= self.memory.available_frames:
                 break
             chunks = chunks[:-1]
@@ -450,10 +448,8 @@ class Scheduler:
 
     def _plan(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         state = self._rows
-        chunk_rows = np.array([row_of(sequence) for sequence, _ in chunks], np.int32)
-        rows = np.concatenate((decodes, chunk_rows))
-        counts = np.ones(len(rows), np.int32)
-        counts[len(decodes) :] = [count for _, count in chunks]
+        rows, counts = _rows_and_counts(decodes, chunks)
+        chunk_rows = rows[len(decodes) :]
         starts = self.memory.tables.lengths[rows]
         orders = self.memory.grow(rows, counts)
         fed_back = state.known[decodes] == starts[: len(decodes)]  # the token to compute is the device's alone
@@ -530,3 +526,11 @@ class Scheduler:
             np.append(committed.gaps_s, np.full(len(found), np.nan)),
             committed.ended,
         )
+
+
+def _rows_and_counts(decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> tuple[Int32Array, Int32Array]:
+    """The rows of a step and how many tokens each computes, both (S,) int32: decodes, then chunks."""
+    chunk_rows = np.array([row_of(sequence) for sequence, _ in chunks], np.int32)
+    counts = np.ones(len(decodes) + len(chunks), np.int32)
+    counts[len(decodes) :] = [count for _, count in chunks]
+    return np.concatenate((decodes, chunk_rows)), counts
