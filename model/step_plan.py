@@ -4,43 +4,80 @@ Nothing here knows torch or CUDA. A plan is complete: an executor needs no other
 so far. A *row* is a running Sequence's place in the persistent batch, in the page tables and in the sampling settings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from mm.addresses import BoolArray, Int32Array
 from mm.page_copies import MemoryOrders
+
+Float32Array = npt.NDArray[np.float32]
 
 FED_BACK = -1
 """A token id that the host does not know yet: the token that this row sampled last, which is still on the device."""
 
 
 class SamplingParameters(msgspec.Struct, frozen=True):
-    """How one Sequence draws its tokens.
+    """How one Sequence draws its tokens, by the definition of model/sampler.py. Every default changes nothing."""
 
-    temperature 0 is greedy (ties: the lowest id). top_k 0 is off. top_p 1 is off. The draw for the token at absolute
-    position p uses one number: Philox4x32-10 with key = seed and counter = (p, 0), so equal seeds draw equal numbers
-    whatever runs beside them, also after a preemption.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # 0: greedy (ties: the lowest id)
+    top_k: int = 0  # 0: off
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # of tokens in prompt or output
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # the same, times how often
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[list[int]] = []  # never the last token of one straight after the others
+    min_tokens: int = 0  # output tokens before any of barred_ids may be sampled
+    barred_ids: list[int] = []
+    logprobs: int = -1  # likeliest tokens to report with each sampled one; 0: the sampled one alone; -1: nothing
     seed: int = 0  # 0 ... 2**64 - 1
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether the draw depends on the tokens before."""
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalties or any(len(word) > 1 for word in self.bad_words)
+
+
+MAX_LOGPROBS = 32
+"""The likeliest tokens that a step can report for a row: twice the beams of the widest beam search."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling parameters to store for rows, before the step runs: row rows[i] samples by parameters[i] from now on."""
+    """What to store for N rows before the step runs: row rows[i] samples by parameters[i] from now on.
+
+    histories[i] is all tokens of the row so far, of which the first prompts[i] are the prompt; the executor itself adds
+    what the row samples. It is empty unless parameters[i].needs_history. Both may be left out where no row needs one.
+    """
 
     rows: Int32Array  # (N,)
     parameters: list[SamplingParameters]
+    prompts: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))  # (N,)
+    histories: list[Int32Array] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """N places of a step's T tokens, for each of which log-probabilities of the token that follows are wanted.
+
+    They are of the logits as they are, without any row's sampling parameters: what a prompt is scored with.
+    """
+
+    places: Int32Array  # (N,) into token_ids
+    targets: Int32Array  # (N,) the token that follows in the Sequence
+    likeliest: int  # how many of the likeliest are wanted beside it, 0 ... MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +97,7 @@ class StepPlan:
     token_ids: Int32Array  # (T,) FED_BACK where the row's last sampled token is to be taken on the device
     samples: BoolArray  # (S,) the chunk ends at the row's last token, so a new token is sampled after it
     decodes: int  # the first `decodes` rows have one query token each and sample
+    scored: ScoredTokens | None = None
 
     @property
     def lengths(self) -> Int32Array:
@@ -68,14 +106,31 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Natural log-probabilities at N places: of one token each, and of the K likeliest (ties: lowest id first).
+
+    A token that cannot come has minus infinity. Places whose logits are not finite mean nothing.
+    """
+
+    chosen: Float32Array  # (N,)
+    ranks: Int32Array  # (N,) of the chosen token: 1 + how many have a larger logit
+    ids: Int32Array  # (N, K) falling by value
+    values: Float32Array  # (N, K)
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What came back. tokens (S,) int32: the sampled token, -1 where the row did not sample.
 
     failed (S,) bool: the row's logits were not finite. Its token means nothing, and its pages must not be shared.
+    logprobs: of the rows that sampled and whose parameters ask for them, in the plan's order; K is the most that any of
+    them asks for. None if nobody does. scored: of the plan's scored tokens.
     """
 
     tokens: Int32Array
     failed: BoolArray
+    logprobs: LogProbs | None = None
+    scored: LogProbs | None = None
 
 
 class Ticket(Protocol):

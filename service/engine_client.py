@@ -14,11 +14,31 @@ from mm import EventCounters, MemoryInformation
 from model.step_plan import SamplingParameters
 from service.errors import Draining, EngineDead, Loading, QueueFull
 
-EndReason = Literal["stop", "length", "abort", "error"]
+EndReason = Literal["stop", "length", "timeout", "abort", "error"]
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    """One more choice of a Submit: the same prompt and parameters, with a seed of its own."""
+
+    sequence_id: int
+    seed: int
+
+
+class BeamSearch(msgspec.Struct, frozen=True):
+    """Beam search as transformers' `generate` does it (num_beams, length_penalty, early_stopping)."""
+
+    width: int  # 2 ... 16 beams
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Run one Sequence. What can never fit has been refused before, by the front end (`Limits`)."""
+    """Run one prompt: one Sequence, and one more for each sibling. What can never fit has been refused before, by the
+    front end (`Limits`).
+
+    With beam_search the 1 + len(siblings) choices are the best beams, best first. Their tokens come all at once, each
+    choice's before its Ended.
+    """
 
     sequence_id: int
     request_id: str
@@ -29,6 +49,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tenant: str = "default"
     prefix_cache: bool = True  # read and fill the page cache
     cache_salt: str = ""  # cached pages are shared among equal salts only
+    siblings: list[Sibling] = []
+    beam_search: BeamSearch | None = None
+    prompt_logprobs: int = -1  # likeliest tokens to report at each prompt position; -1: nothing is reported
+    timeout_s: float | None = None  # from now; then each choice ends with what it has, reason "timeout"
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -56,6 +80,26 @@ class MissInfo(msgspec.Struct, frozen=True):
     evicted_for: str = ""  # ... and the request that needed the frame
 
 
+class Scores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one token and of the likeliest at its place, best first (model.step_plan.LogProbs)."""
+
+    chosen: float
+    rank: int
+    ids: list[int]
+    values: list[float]
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True):
+    """Scores of consecutive prompt tokens of a Sequence (of the first choice only), from position `first` on.
+
+    The token at position 0 follows nothing and has none: the first chunk begins at 1.
+    """
+
+    sequence_id: int
+    first: int
+    scores: list[Scores]
+
+
 class Ended(msgspec.Struct, frozen=True):
     """A Sequence ended, with its numbers. Times are seconds of the engine's monotonic clock."""
 
@@ -69,15 +113,22 @@ class Ended(msgspec.Struct, frozen=True):
     preemptions: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0
+    beam_score: float | None = None  # beam search: the summed log-probability over length ** length_penalty
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
-    """What one step brought to one front end: sequence_ids[i] got the token tokens[i]; then `ended`."""
+    """What one step brought to one front end: sequence_ids[i] got the token tokens[i]; then `ended`.
+
+    scores[i] belongs to tokens[i]; only tokens whose Sequence asked for log-probabilities have an entry. prompt_scores
+    of a Sequence come before its first token.
+    """
 
     step: int
     sequence_ids: list[int]
     tokens: list[int]
     ended: list[Ended] = []
+    scores: dict[int, Scores] = {}
+    prompt_scores: list[PromptScores] = []
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag="died"):

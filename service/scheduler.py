@@ -464,7 +464,12 @@ class Scheduler:
         settings = None
         if entered:
             entered_rows = np.array([row_of(sequence) for sequence in entered], np.int32)
-            settings = RowSettings(entered_rows, [sequence.sampling for sequence in entered])
+            settings = RowSettings(
+                rows=entered_rows,
+                parameters=[sequence.sampling for sequence in entered],
+                prompts=state.prompt[entered_rows],
+                histories=[self._history(sequence) for sequence in entered],
+            )
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
         self._step += 1
@@ -483,6 +488,11 @@ class Scheduler:
         self._steady = None if chunks or not len(rows) else self._steady_from(plan, epochs)
         self._submitted.append(_Submitted(plan, epochs, None))
         return plan
+
+    def _history(self, sequence: Sequence) -> Int32Array:
+        """All its tokens, if its sampling parameters look back at them."""
+        row = row_of(sequence)
+        return self._rows.tokens[row, : self._rows.known[row] if sequence.sampling.needs_history else 0].copy()
 
     def _steady_from(self, plan: StepPlan, epochs: Int64Array) -> _Steady:
         """What the next steps will share with a plan in which all rows decode."""
