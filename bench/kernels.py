@@ -1,6 +1,6 @@
 """The attention kernels alone: checked against float64, then timed inside CUDA graphs over more data than the L2 holds.
 
-    python -m bench.kernels [--quick]        prints a table, and last one line of JSON
+    python -m bench.kernels [--quick] [--only cascade,short]        prints tables, and last one line of JSON
 
 Times are medians of a graph's replays, divided by its launches. A decode launch reads each key and value once, so its
 time is judged by bytes / what the card streams (the floor); a prefill launch by its arithmetic. Needs a GPU.
@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from cuda.frames import FrameLayout, FramePool
@@ -22,7 +23,9 @@ from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
 from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState
+from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
+from mm.shared_prefixes import SharedPrefixes
 
 STREAM_BYTES_PER_S = 4.53e12  # read-only, measured on an H200
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -47,6 +50,24 @@ DECODES: dict[str, list[int]] = {
     "1,024 x 512": [512] * 1024,
     "64 ragged, 1..8,192": ragged(64, 1, 8192),
     "1 x 30,000 + 63 x 500": [30000] + [500] * 63,
+}
+SHAPE_HEADS = {"8b": (32, 8, 128), "qwen06b": (16, 8, 128), "smol": (9, 3, 64)}  # query heads, kv heads, head size
+SHORTS: dict[str, list[int]] = {  # what chat workloads decode
+    "1 x 300": [300],
+    "64 x 300": [300] * 64,
+    "256 x 300": [300] * 256,
+    "1,024 x 300": [300] * 1024,
+    "256 ragged, 100..1,000": ragged(256, 100, 1000),
+}
+CASCADES: dict[str, list[tuple[int, int, int]]] = {  # groups: members, tokens they share, tokens of each behind those
+    "64 x (8,192 + 256)": [(64, 8192, 256)],
+    "64 x (2,048 + 256)": [(64, 2048, 256)],
+    "256 x (512 + 88)": [(256, 512, 88)],
+    "4 groups of 128 x (1,024 + 120)": [(128, 1024, 120)] * 4,
+    "170 groups of 6 x (144 + 100)": [(6, 144, 100)] * 170,
+    "170 groups of 6 x (64 + 100)": [(6, 64, 100)] * 170,
+    "4 groups of 16 x (1,024 + 120)": [(16, 1024, 120)] * 4,
+    "8 x (1,024 + 120)": [(8, 1024, 120)],
 }
 PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, new tokens each, tokens after them
     "1 x 8,192": (1, 8192, 8192),
@@ -77,9 +98,9 @@ class Batch:
     tables: torch.Tensor
 
 
-def random_pool(frames: int) -> FramePool:
+def random_pool(frames: int, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM) -> FramePool:
     """Finite random keys and values; a random permutation of chunks is as random as a plain page."""
-    pool = FramePool(FrameLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16), frames, "cuda")
+    pool = FramePool(FrameLayout(1, kv_heads, head_dim, torch.bfloat16), frames, "cuda")
     flat = pool.data.flatten()
     for start in range(0, flat.numel(), 1 << 30):
         flat[start : start + (1 << 30)].normal_()
@@ -132,16 +153,16 @@ def graph_us(launch: Callable[[int, int], None], launches: int, repeats: int = 7
 
 def reference(pool: FramePool, batch: Batch, sequence: int, q: torch.Tensor) -> torch.Tensor:
     """Attention of the last len(q) tokens of one sequence in float64: q (n, H, D)."""
-    length, n = int(batch.lengths[sequence]), len(q)
+    length, n, heads, head_dim = int(batch.lengths[sequence]), *q.shape
     frames = batch.tables[int(batch.rows[sequence]), : -(-length // PAGE)]
     keys, values = (
-        part.transpose(1, 2).flatten(0, 1)[:length].double().repeat_interleave(HEADS // KV_HEADS, 1)
+        part.transpose(1, 2).flatten(0, 1)[:length].double().repeat_interleave(heads // pool.layout.kv_heads, 1)
         for part in pool.read(frames, 0)
     )
-    out = torch.empty(n, HEADS, HEAD_DIM, dtype=torch.float64, device="cuda")
+    out = torch.empty(n, heads, head_dim, dtype=torch.float64, device="cuda")
     places = torch.arange(length, device="cuda")
-    for head in range(HEADS):
-        scores = q[:, head].double() @ keys[:, head].T * HEAD_DIM**-0.5
+    for head in range(heads):
+        scores = q[:, head].double() @ keys[:, head].T * head_dim**-0.5
         scores.masked_fill_(places[None, :] > (length - n + torch.arange(n, device="cuda"))[:, None], -torch.inf)
         out[:, head] = scores.softmax(-1) @ values[:, head]
     return out
@@ -153,33 +174,105 @@ def error_of(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_decode(
-    name: str, lengths: list[int], pool: FramePool, loader: DeviceLoader, *, all_shapes: bool
+    name: str, lengths: list[int], pool: FramePool, loader: DeviceLoader, *, all_shapes: bool, heads: int = HEADS
 ) -> Measurement:
     """Time one step's attention of one layer; the plan is made before, as one step makes it once for all layers."""
     batches = batches_of(lengths, pool)
-    B = len(lengths)
-    q = torch.randn(B, HEADS * HEAD_DIM, device="cuda").bfloat16()
+    B, head_dim = len(lengths), pool.layout.head_dim
+    q = torch.randn(B, heads * head_dim, device="cuda").bfloat16()
     out = torch.empty_like(q)
     times, error = {}, 0.0
     shapes: dict[str, DecodeShape | None] = {"chosen": None, **(SHAPES if all_shapes else {})}
     for label, shape in shapes.items():
-        decode = PagedDecode(loader, pool, HEADS, shape=shape)
-        decode.plan(torch.cuda.current_stream().cuda_stream, batches[0].lengths, batches[0].rows)
+        decode = PagedDecode(loader, pool, heads, shape=shape)
+        first = batches[0]
+        decode.plan(torch.cuda.current_stream().cuda_stream, first.tables, first.rows, first.lengths)
         torch.cuda.synchronize()
 
         def launch(stream: int, i: int, decode: PagedDecode = decode) -> None:
             batch = batches[i % len(batches)]
-            decode(stream, 0, q, out, batch.tables, batch.rows, batch.lengths)
+            decode(stream, 0, q, out, batch.tables, B)
 
         launches = max(8, len(batches))
         times[label] = graph_us(launch, launches)
         last = batches[(launches - 1) % len(batches)]
         for sequence in {0, B // 2, B - 1}:
-            expected = reference(pool, last, sequence, q[sequence].view(1, HEADS, HEAD_DIM))
-            error = max(error, error_of(out[sequence].view(1, HEADS, HEAD_DIM), expected))
+            expected = reference(pool, last, sequence, q[sequence].view(1, heads, head_dim))
+            error = max(error, error_of(out[sequence].view(1, heads, head_dim), expected))
     size = sum(lengths) * pool.layout.layer_bytes / PAGE
     chosen = times.pop("chosen")
     return Measurement(name, chosen, size / chosen / 1e6, size / STREAM_BYTES_PER_S * 1e6, error, times)
+
+
+def shared_batches(groups: list[tuple[int, int, int]], pool: FramePool) -> tuple[list[Batch], SharedPrefixes, int]:
+    """Batches over different frames, their groups, and the pages of one batch: together several times the L2."""
+    shares = [shared // PAGE for _, shared, _ in groups]
+    pages = sum(share + members * -(-own // PAGE) for share, (members, _, own) in zip(shares, groups, strict=True))
+    order = torch.randperm(pool.frames, generator=torch.Generator().manual_seed(1)).int()
+    wanted = max(2, round(4 * L2_BYTES / (pages * pool.layout.layer_bytes)))
+    lengths = [shared + own for members, shared, own in groups for _ in range(members)]
+    counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    rows = torch.arange(len(lengths), dtype=torch.int32, device="cuda")
+    batches = []
+    for i in range(min(wanted, pool.frames // pages)):
+        frames, used, row = order[i * pages : (i + 1) * pages], 0, 0
+        tables = torch.zeros(len(lengths), -(-max(lengths) // PAGE), dtype=torch.int32)
+        for share, (members, _, own) in zip(shares, groups, strict=True):
+            common, used = frames[used : used + share], used + share
+            for _ in range(members):
+                mine = frames[used : used + -(-own // PAGE)]
+                used += len(mine)
+                tables[row, : share + len(mine)] = torch.cat((common, mine))
+                row += 1
+        batches.append(Batch(counts, rows, tables.cuda()))
+    sizes = [members for members, _, _ in groups]
+    starts = np.cumsum([0, *sizes]).astype(np.int32)
+    return batches, SharedPrefixes(np.arange(len(lengths), dtype=np.int32), starts, np.array(shares, np.int32)), pages
+
+
+def measure_cascade(
+    name: str, groups: list[tuple[int, int, int]], pool: FramePool, loader: DeviceLoader, heads: int
+) -> tuple[Measurement, bool]:
+    """Time one layer's attention of decodes that share their beginnings; "plain": each reads all of its own; "prefix":
+    the pass over what is shared alone. The floor is that of the bytes that differ. Also, whether the thresholds of
+    cuda/shared_prefix.py would have it so.
+    """
+    batches, shared, pages = shared_batches(groups, pool)
+    B, head_dim = len(batches[0].lengths), pool.layout.head_dim
+    q = torch.randn(B, heads * head_dim, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    cascade = SharedPrefix(loader, pool, heads, B, least_pages=1, least_saved_bytes=0)
+    words, rows = np.zeros(cascade.words, np.int32), batches[0].rows.cpu().numpy()
+    cascade.pack(shared, rows, words)
+    cascade.state.copy_(torch.from_numpy(words))
+    pays = SharedPrefix(loader, pool, heads, B).pack(shared, rows, words) > 0
+    decodes = {label: PagedDecode(loader, pool, heads) for label in ("plain", "cascade")}
+    stream = torch.cuda.current_stream().cuda_stream
+    for label, decode in decodes.items():
+        prefixes = cascade.prefixes if label == "cascade" else None
+        decode.plan(stream, batches[0].tables, batches[0].rows, batches[0].lengths, prefixes=prefixes)
+    torch.cuda.synchronize()
+
+    def plain(stream: int, i: int) -> None:
+        decodes["plain"](stream, 0, q, out, batches[i % len(batches)].tables, B)
+
+    def prefix(stream: int, i: int) -> None:
+        cascade(stream, 0, q, batches[i % len(batches)].tables)
+
+    def both(stream: int, i: int) -> None:
+        prefix(stream, i)
+        tables = batches[i % len(batches)].tables
+        decodes["cascade"](stream, 0, q, out, tables, B, prefix_parts=cascade.parts)
+
+    launches, error = max(8, len(batches)), 0.0
+    others = {"plain": graph_us(plain, launches), "prefix": graph_us(prefix, launches)}
+    us = graph_us(both, launches)
+    last = batches[(launches - 1) % len(batches)]
+    for sequence in {0, B // 2, B - 1}:
+        expected = reference(pool, last, sequence, q[sequence].view(1, heads, head_dim))
+        error = max(error, error_of(out[sequence].view(1, heads, head_dim), expected))
+    size = pages * pool.layout.layer_bytes
+    return Measurement(name, us, size / us / 1e6, size / STREAM_BYTES_PER_S * 1e6, error, others), pays
 
 
 def measure_prefill(
@@ -264,36 +357,104 @@ def _sampling(
     return lambda stream, i: sample(stream, logits, T)
 
 
-def main() -> None:
-    """Print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only the shape that is chosen by itself, and less data")
-    arguments = parser.parse_args()
-    loader = DeviceLoader()
-    pool = random_pool(70_000)
-    results: dict[str, dict[str, float]] = {}
+Results = dict[str, dict[str, float]]
+
+
+def print_decodes(pool: FramePool, loader: DeviceLoader, results: Results, *, all_shapes: bool) -> None:
     print(f"{'decode':24} {'us':>8} {'TB/s':>6} {'floor':>8} {'error':>8}   other shapes, us")
     for name, lengths in DECODES.items():
-        row = measure_decode(name, lengths, pool, loader, all_shapes=not arguments.quick)
+        row = measure_decode(name, lengths, pool, loader, all_shapes=all_shapes)
         others = "  ".join(f"{label} {us:.1f}" for label, us in row.others.items())
         print(
             f"{name:24} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} {row.error:8.1e}   {others}",
             flush=True,
         )
         results[f"decode {name}"] = {"us": round(row.microseconds, 1), "TB/s": round(row.rate, 2), "error": row.error}
+
+
+def print_shorts(loader: DeviceLoader, results: Results, *, all_shapes: bool) -> None:
+    print(f"{'short contexts':34} {'us':>8} {'TB/s':>6} {'floor':>8} {'error':>8}   other shapes, us")
+    for shape, (heads, kv_heads, head_dim) in SHAPE_HEADS.items():
+        pool = random_pool(30_000, kv_heads, head_dim)
+        for name, lengths in SHORTS.items():
+            row = measure_decode(name, lengths, pool, loader, all_shapes=all_shapes, heads=heads)
+            others = "  ".join(f"{label} {us:.1f}" for label, us in row.others.items())
+            print(
+                f"{shape + ' ' + name:34} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} "
+                f"{row.error:8.1e}   {others}",
+                flush=True,
+            )
+            results[f"short {shape} {name}"] = {"us": round(row.microseconds, 1), "error": row.error}
+
+
+def print_cascades(loader: DeviceLoader, results: Results) -> None:
+    print(
+        f"{'shared beginnings':40} {'us':>8} {'plain':>8} {'gain':>5} {'prefix':>8} {'floor':>8} {'error':>8}   chosen"
+    )
+    for shape, (heads, kv_heads, head_dim) in SHAPE_HEADS.items():
+        pool = random_pool(30_000, kv_heads, head_dim)
+        for name, groups in CASCADES.items():
+            row, pays = measure_cascade(name, groups, pool, loader, heads)
+            plain, prefix = row.others["plain"], row.others["prefix"]
+            print(
+                f"{shape + ' ' + name:40} {row.microseconds:8.1f} {plain:8.1f} {plain / row.microseconds:5.2f} "
+                f"{prefix:8.1f} {row.floor_us:8.1f} {row.error:8.1e}   {'yes' if pays else 'no'}",
+                flush=True,
+            )
+            results[f"cascade {shape} {name}"] = {
+                "us": round(row.microseconds, 1),
+                "plain_us": round(plain, 1),
+                "prefix_us": round(prefix, 1),
+                "error": row.error,
+            }
+
+
+def print_prefills(pool: FramePool, loader: DeviceLoader, results: Results, *, both: bool) -> None:
     print(f"{'prefill':24} {'us':>8} {'TF/s':>6} {'floor':>8} {'error':>8}   by mma.sync, us")
     for name, case in PREFILLS.items():
-        row = measure_prefill(name, case, pool, loader, both=not arguments.quick)
+        row = measure_prefill(name, case, pool, loader, both=both)
         others = "  ".join(f"{us:.1f}" for us in row.others.values())
         print(
             f"{name:24} {row.microseconds:8.1f} {row.rate:6.0f} {row.floor_us:8.1f} {row.error:8.1e}   {others}",
             flush=True,
         )
         results[f"prefill {name}"] = {"us": round(row.microseconds, 1), "TFLOP/s": round(row.rate), "error": row.error}
+
+
+def print_small(loader: DeviceLoader, results: Results) -> None:
     print(f"{'small':40} {'us':>8} {'TB/s':>6}")
     for name, (us, size) in measure_small(loader).items():
         print(f"{name:40} {us:8.1f} {size / us / 1e6:6.2f}", flush=True)
         results[name] = {"us": round(us, 1), "TB/s": round(size / us / 1e6, 2)}
+
+
+TABLES = ("decode", "short", "cascade", "prefill", "small")
+
+
+def main() -> None:
+    """Print the tables and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the shape that is chosen by itself, and less data")
+    parser.add_argument("--only", default=",".join(TABLES), help=f"which tables, of {', '.join(TABLES)}")
+    arguments = parser.parse_args()
+    tables = arguments.only.split(",")
+    if not set(tables) <= set(TABLES):
+        parser.error(f"--only {arguments.only}: the tables are {', '.join(TABLES)}")
+    loader = DeviceLoader()
+    results: Results = {}
+    if "short" in tables:
+        print_shorts(loader, results, all_shapes=not arguments.quick)
+    if "cascade" in tables:
+        print_cascades(loader, results)
+    if "decode" in tables or "prefill" in tables:
+        pool = random_pool(70_000)
+        if "decode" in tables:
+            print_decodes(pool, loader, results, all_shapes=not arguments.quick)
+        if "prefill" in tables:
+            print_prefills(pool, loader, results, both=not arguments.quick)
+        del pool
+    if "small" in tables:
+        print_small(loader, results)
     print(json.dumps(results))
 
 

@@ -198,6 +198,7 @@ async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             swap_memory_bytes=args.swap_memory_bytes,
+            shared_prefixes=args.shared_prefixes,
         )
         log = StepLog()
         began = time.perf_counter()
@@ -249,6 +250,7 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
         "total_tok_s": round((output + prompts) / middle, 1),
         "steps": len(runner.log.reports),
         "prefix_cache": args.prefix_cache,
+        "shared_prefixes": args.shared_prefixes,
         "preemptions": runner.assembly.engine.scheduler.preemptions,
         "host_us": runner.log.host_us(),
     }
@@ -362,6 +364,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--prefix-cache", action="store_true", help="share cached pages inside a run (throughput)")
+    parser.add_argument("--shared-prefixes", choices=("auto", "off"), default="auto", help="as for pagewalk serve")
     parser.add_argument("--swap-memory-bytes", type=int)
     parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
     parser.add_argument("--limit", type=int, help="only the first rows of the workload")

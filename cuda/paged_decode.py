@@ -13,6 +13,10 @@ from cuda.tensors import check_rows, check_tensor, element_of
 
 MAX_SEQUENCES = 1024  # the plan kernel is one block with one thread a sequence
 LEAST_PAGES = 8  # a block: shorter ranges cost more in merging than they gain
+UNEVEN_PAGES = 16
+"""An item may be so much longer than an even range, and still be left to one block: merging between blocks costs some
+1.7 us (a fence, an atomic, reading the parts), which is what a warp needs for 3-4 pages more. Provisional: arithmetic;
+"short 1 x 300" and "64 x 300" of `pagewalk bench kernels` decide."""
 PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
 
 
@@ -58,59 +62,77 @@ class PagedDecode:
             self._shapes = [(MAX_SEQUENCES * self.items, BEFORE_HOPPER)]
         else:
             self._shapes = [(MAX_FEW_ITEMS, FEW), (MAX_SOME_ITEMS, SOME), (MAX_SEQUENCES * self.items, MANY)]
-        specs = [KernelSpec("decode_plan", "PPiiiiPP", 1024), *[self._spec(shape) for _, shape in self._shapes]]
+        specs = [KernelSpec("decode_plan", "PPPiiiiiiiPPP", 1024), *[self._spec(shape) for _, shape in self._shapes]]
         self._plan_kernel, *kernels = loader.load("paged_decode.cu", specs)
         self._kernels = {shape: kernel for (_, shape), kernel in zip(self._shapes, kernels, strict=True)}
 
         device = pool.data.device
         blocks = max(self._blocks(shape) for _, shape in self._shapes)
+        warps = max(self._blocks(shape) * shape.warps for _, shape in self._shapes)
         self._plan = torch.zeros(MAX_SEQUENCES + 3, dtype=torch.int32, device=device)
-        self._starts = torch.zeros(2 * blocks, 4, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(2 * warps, 4, dtype=torch.int32, device=device)
+        self._sequences = torch.zeros(MAX_SEQUENCES, 4, dtype=torch.int32, device=device)
         self._parts = torch.empty(
             2 * blocks, self._part_rows, layout.head_dim + PART_PADDING, dtype=torch.float32, device=device
         )
         self._tickets = torch.zeros(MAX_SEQUENCES * self.items, dtype=torch.int32, device=device)
 
-    def plan(self, stream: int, lengths: Tensor, rows: Tensor) -> None:
+    def plan(
+        self, stream: int, page_tables: Tensor, rows: Tensor, lengths: Tensor, *, prefixes: Tensor | None = None
+    ) -> None:
         """Divide the work of one step among thread blocks: once a step, before the first layer.
 
-        lengths (B,) int32: keys of each sequence, its new token counted, 0 for padding; rows (B,) int32, of the page
-        tables.
+        page_tables (R, P) int32; rows (B,) int32, of them; lengths (B,) int32: keys of each sequence, its new token
+        counted, 0 for padding. prefixes: SharedPrefix.prefixes, if the step's layers are given its parts.
         """
+        check_tensor("page_tables", page_tables, (None, None), torch.int32)
         check_tensor("lengths", lengths, (None,), torch.int32)
         check_tensor("rows", rows, (len(lengths),), torch.int32)
         if len(lengths) > MAX_SEQUENCES:
             raise ShapeMismatch(f"{len(lengths)} sequences in one decode: at most {MAX_SEQUENCES}")
-        blocks = self._blocks(self._shape(len(lengths)))
+        if page_tables.numel() >= 1 << 31:
+            raise ShapeMismatch(f"page tables of {page_tables.numel()} entries: a place in them must fit into 31 bits")
+        if prefixes is not None:
+            check_tensor("prefixes", prefixes, (None, 4), torch.int32)
+            if len(prefixes) < len(lengths):
+                raise ShapeMismatch(f"{len(lengths)} sequences, but {len(prefixes)} prefixes")
+        shape = self._shape(len(lengths))
         self._plan_kernel.launch(
-            stream, 1, lengths, rows, len(lengths), self.items, blocks, LEAST_PAGES,
-            self._plan, self._starts,
+            stream, 1, lengths, rows, prefixes, len(lengths), self.items, self._blocks(shape), shape.warps,
+            LEAST_PAGES, UNEVEN_PAGES, page_tables.shape[1], self._plan, self._starts, self._sequences,
         )  # fmt: skip
 
     def __call__(
-        self, stream: int, layer: int, q: Tensor, out: Tensor, page_tables: Tensor, rows: Tensor, lengths: Tensor
+        self,
+        stream: int,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        page_tables: Tensor,
+        sequences: int,
+        *,
+        prefix_parts: Tensor | None = None,
     ) -> None:
-        """out[b] = attention of q[b] over the keys and values of sequence b in `layer`.
+        """out[b] = attention of q[b] over the keys and values of sequence b in `layer`, for b < sequences.
 
-        q, out (B, H D), row b of sequence b; page_tables (R, P) int32; rows, lengths (B,) as given to `plan`, unchanged
-        since. Rows of out whose length is 0 are not written. Softmax and sums in float32; error to float64 in the
-        tests. Sources: Dao 2022 (online softmax); Kwon 2023, section 4.1 (pages); Osama 2023 (stream-K).
+        q, out (B or more, H D), row b of sequence b; page_tables and the number of sequences as given to `plan`.
+        prefix_parts: this layer's SharedPrefix.parts, if the plan has prefixes. Rows of out whose length is 0 are not
+        written. Softmax and sums in float32; error to float64 in the tests. Sources: Dao 2022 (online softmax);
+        Kwon 2023, section 4.1 (pages); Osama 2023 (stream-K); Juravsky 2024 (shared prefixes).
         """
-        layout, sequences, width = self.pool.layout, len(lengths), self.query_heads * self.pool.layout.head_dim
+        layout, width = self.pool.layout, self.query_heads * self.pool.layout.head_dim
         q_stride = check_rows("q", q, width, layout.dtype)
         out_stride = check_rows("out", out, width, layout.dtype)
         check_tensor("page_tables", page_tables, (None, None), torch.int32)
-        check_tensor("rows", rows, (sequences,), torch.int32)
-        check_tensor("lengths", lengths, (sequences,), torch.int32)
         if len(q) < sequences or len(out) < sequences:
             raise ShapeMismatch(f"{sequences} sequences, but {len(q)} queries and {len(out)} rows for results")
         if sequences == 0:
             return
         shape = self._shape(sequences)
         self._kernels[shape].launch(
-            stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables, rows,
-            lengths, self._plan, self._starts, self._parts, self._tickets,
-            self._scale, layout.kv_heads, self.splits, self.group, self.per_item, page_tables.shape[1],
+            stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables,
+            self._plan, self._starts, self._sequences, prefix_parts, self._parts, self._tickets,
+            self._scale, layout.kv_heads, self.splits, self.group, self.per_item,
             q_stride, out_stride, layout.frame_bytes,
         )  # fmt: skip
 
@@ -132,4 +154,4 @@ class PagedDecode:
         instance = (
             f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}>"
         )
-        return KernelSpec(instance, "PPPPPPPPPPfiiiiiqqq", shape.warps * 32, rings + parts, overlap=True)
+        return KernelSpec(instance, "PPPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)

@@ -41,6 +41,7 @@ from mm.pins import Pin
 from mm.preemption import Action, Candidates, CostEstimates, OomTable, Victim
 from mm.pressure import Pressure, Stall
 from mm.reclaim import Watermarks
+from mm.shared_prefixes import SharedPrefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds
 from mm.tenants import TenantEvents, TenantLimits
@@ -87,6 +88,7 @@ __all__ = [
     "QuotaExceeded",
     "Row",
     "SequenceMemory",
+    "SharedPrefixes",
     "Stall",
     "SwapBounds",
     "SwapOrders",

@@ -5,6 +5,7 @@ caller hands to an executor in the order they were given. It reads no clock: `tu
 
     chain, lookup, create        a prompt, what of it is cached, an address space that begins with that
     grow                         every step, for all rows that run in it
+    shared_prefixes              which rows begin with the same frames, when the rows of a step change
     publish                      at commit: the pages that became full can be found from now on
     fork, truncate, release      of one address space
     swap_out, swap_in,           of pages that are not needed now; `complete` and `fail` report what became of it
@@ -44,6 +45,7 @@ from mm.publisher import Publisher
 from mm.reclaim import Reclaimer, Watermarks
 from mm.refault import Shadows
 from mm.residency import Residency
+from mm.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds, SwapSpace
 from mm.swapper import Swapper
@@ -259,6 +261,12 @@ class MemoryManager:
             PageCopies(faults.copy_sources, frames[:copies]),
             self._with_unsent(changes) if tables.has_unsent else changes,
         )
+
+    def shared_prefixes(self, rows: Int32Array, lengths: Int32Array) -> SharedPrefixes | None:
+        """Which of `rows` (S,) begin with the same frames, as far as the pages that their first lengths[i] positions
+        fill; None if none do. True until one of the rows is released, swapped out or forked over. Changes nothing.
+        """
+        return find_shared_prefixes(self.tables.entries, self.frames.references, rows, lengths // self.page_size)
 
     def _faults(self, rows: IndexArray, counts: Int32Array) -> Faults:
         """Raises PageNotResident."""

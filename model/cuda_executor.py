@@ -23,8 +23,10 @@ from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
 from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
+from cuda.shared_prefix import part_floats
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
+from mm.shared_prefixes import SharedPrefixes
 from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.errors import OutOfDeviceMemory
@@ -70,6 +72,11 @@ GRAPH_SIZES: tuple[int, ...] = (
 )
 GRAPH_SIZES += (320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
 """Batch sizes that decode graphs are captured for. A batch is padded up to the next: at most a quarter, above 32."""
+
+CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+CASCADE_SIZES += (320, 384, 448, 512, 640, 768, 896, 1024)
+"""Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
+without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
 
 MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
@@ -150,6 +157,10 @@ class DeviceProgram:
         self.pool = FramePool(layout, frames, device)
         self.kernels = CudaKernels(config, loader, self.pool, self.state)
         self._parameters = parameters
+        self._groups: SharedPrefixes | None = None  # those of the last plan that had some
+        self._groups_pay = False  # and are in shared_prefix.state
+        group_words = self.kernels.shared_prefix.words if self.kernels.shared_prefix else 0
+        self._group_uploads = torch.zeros(RING, group_words, dtype=torch.int32, pin_memory=page_locked)
         self._scatter = Scatter(loader, self.state)
         self._copy = PageCopy(loader, self.pool)
         self._sample = Sample(loader, self.state, self.results, config.vocabulary)
@@ -163,9 +174,25 @@ class DeviceProgram:
         used = pack(upload, words)
         source, target = self._copies(slot, used)
         target.copy_(source, non_blocking=True)
+        if plan.groups is not None and plan.groups is not self._groups:
+            self._load_groups(plan, slot)
         copies = len(plan.orders.copies)
         if copies:
             self._copy(stream, *copies_of(self.state.upload, words, copies))
+
+    def _load_groups(self, plan: StepPlan, slot: int) -> None:
+        self._groups, self._groups_pay = plan.groups, False
+        if self.kernels.shared_prefix is None or plan.groups is None:
+            return
+        source = self._group_uploads[slot]
+        used = self.kernels.shared_prefix.pack(plan.groups, plan.rows, source.numpy())
+        if used:
+            self.kernels.shared_prefix.state[:used].copy_(source[:used], non_blocking=True)
+            self._groups_pay = True
+
+    def has_groups(self, plan: StepPlan) -> bool:
+        """Whether an uploaded plan's decodes begin with frames that are worth reading once for all."""
+        return self._groups_pay and plan.groups is not None and plan.groups is self._groups
 
     def _send_ahead(self, changes: TableChanges) -> None:
         rows, pages, frames = (torch.from_numpy(part) for part in (changes.rows, changes.pages, changes.frames))
@@ -186,7 +213,7 @@ class DeviceProgram:
         sequences, tokens = len(plan.rows), len(plan.token_ids)
         chunks = sequences - plan.decodes
         blocks = self.kernels.prefill_blocks(tokens - plan.decodes, chunks) if chunks else 0
-        return CudaStep(stream, sequences, tokens, plan.decodes, blocks)
+        return CudaStep(stream, sequences, tokens, plan.decodes, blocks, has_groups=self.has_groups(plan))
 
     def run(self, step: CudaStep) -> None:
         """Everything of a step that follows its upload. Captured, or launched."""
@@ -245,6 +272,7 @@ class CudaExecutor:
             self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
             self._mover = SwapMover(self._program.pool, self._store)
             self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by sequences, ascending
+            self._cascade_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # likewise, for decodes with groups
             self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (tokens, sequences), ascending
             self._warm_up(max_running)
             if graphs:
@@ -285,13 +313,15 @@ class CudaExecutor:
         self._mover.close()
         self.stream.synchronize()
         self._decode_graphs.clear()
+        self._cascade_graphs.clear()
         self._mixed_graphs.clear()
 
     def _graph_for(self, plan: StepPlan) -> torch.cuda.CUDAGraph | None:
-        """The smallest graph that holds the plan."""
+        """The smallest graph that holds the plan. Those of mixed steps know no groups: every row reads for itself."""
         sequences, tokens = len(plan.rows), len(plan.token_ids)
         if plan.decodes == sequences:
-            return next((graph for size, graph in self._decode_graphs.items() if size >= sequences), None)
+            graphs = self._cascade_graphs if self._program.has_groups(plan) else self._decode_graphs
+            return next((graph for size, graph in graphs.items() if size >= sequences), None)
         fits = (graph for (t, s), graph in self._mixed_graphs.items() if t >= tokens and s >= sequences)
         return next(fits, None)
 
@@ -309,6 +339,10 @@ class CudaExecutor:
         for size in [size for size in GRAPH_SIZES if size < max_running] + [max_running]:
             step = CudaStep(self._raw_stream, sequences=size, tokens=size, decodes=size, prefill_blocks=0)
             self._decode_graphs[size] = self._captured(step, memory)
+        if self._program.kernels.shared_prefix is not None:
+            for size in [size for size in CASCADE_SIZES if size < max_running] + [max_running]:
+                step = CudaStep(self._raw_stream, size, size, decodes=size, prefill_blocks=0, has_groups=True)
+                self._cascade_graphs[size] = self._captured(step, memory)
         for tokens in (size for size in MIXED_TOKENS if size <= self._program.max_tokens):
             most = min(tokens, max_running)
             for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
@@ -354,12 +388,12 @@ def _sampling_changes(settings: RowSettings) -> SamplingChanges:
 
 
 def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequences: int) -> int:
-    """What CudaKernels allocates: activations of the largest step, and its logits."""
+    """What CudaKernels allocates: activations of the largest step, its logits, and parts of shared prefixes."""
     widths = 4 * config.hidden + (3 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate
     angles = config.max_positions * config.head_dim * 4
-    return (
-        tokens * widths * dtype.itemsize + sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize) + angles
-    )
+    parts = part_floats(config.heads, config.head_dim) * 4
+    logits = sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize)
+    return tokens * widths * dtype.itemsize + logits + angles + parts
 
 
 def _frames_that_fit(layout: FrameLayout, utilization: float, buffers: int, useful: int) -> int:

@@ -17,6 +17,7 @@ from cuda.paged_decode import PagedDecode
 from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
 from cuda.scatter import DeviceState
+from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
 from model.config import ModelConfig
 from model.parameters import Linear, Parameters
@@ -32,6 +33,7 @@ class CudaStep:
     tokens: int  # with padding
     decodes: int  # leading sequences that decode, with padding
     prefill_blocks: int  # work items of the prefill kernel; 0: nobody prefills
+    has_groups: bool = False  # decodes begin with what CudaKernels.shared_prefix holds
 
 
 class CudaKernels:
@@ -49,10 +51,13 @@ class CudaKernels:
         self._norm = RmsNorm(loader, dtype, config.hidden, config.norm_eps)
         self._silu_mul = SiluMul(loader, dtype, config.intermediate)
         self._is_exact = dtype == torch.float32
+        self.shared_prefix: SharedPrefix | None = None
         if self._is_exact:
             self._exact = PagedAttentionF32(loader, pool, config.heads)
         else:
             self._decode = PagedDecode(loader, pool, config.heads)
+            if SharedPrefix.is_possible(loader, dtype):
+                self.shared_prefix = SharedPrefix(loader, pool, config.heads, state.max_sequences)
             self._prefill = PagedPrefill(loader, pool, config.heads, tokens)
 
         def buffer(width: int) -> Tensor:
@@ -73,7 +78,9 @@ class CudaKernels:
         if self._is_exact:
             return
         if step.decodes:
-            self._decode.plan(step.stream, state.decode_lengths[: step.decodes], state.rows[: step.decodes])
+            rows, lengths = state.rows[: step.decodes], state.decode_lengths[: step.decodes]
+            prefixes = self.shared_prefix.prefixes if self.shared_prefix and step.has_groups else None
+            self._decode.plan(step.stream, state.page_tables, rows, lengths, prefixes=prefixes)
         if step.prefill_blocks:
             tokens, lengths = state.prefill_tokens[: step.sequences], state.lengths[: step.sequences]
             self._prefill.plan(step.stream, tokens, lengths, step.prefill_blocks)
@@ -118,8 +125,11 @@ class CudaKernels:
             self._exact(step.stream, layer, q, out, state.page_tables, rows, positions)
             return out
         if step.decodes:
-            rows, lengths = state.rows[: step.decodes], state.decode_lengths[: step.decodes]
-            self._decode(step.stream, layer, q, out, state.page_tables, rows, lengths)
+            parts = None
+            if self.shared_prefix and step.has_groups:
+                self.shared_prefix(step.stream, layer, q, state.page_tables)
+                parts = self.shared_prefix.parts
+            self._decode(step.stream, layer, q, out, state.page_tables, step.decodes, prefix_parts=parts)
         if step.prefill_blocks:
             rows, lengths = state.rows[: step.sequences], state.lengths[: step.sequences]
             starts = state.query_starts[: step.sequences + 1]

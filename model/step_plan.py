@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mm.addresses import BoolArray, Int32Array
 from mm.page_copies import MemoryOrders
+from mm.shared_prefixes import SharedPrefixes
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -98,6 +99,10 @@ class StepPlan:
     samples: BoolArray  # (S,) the chunk ends at the row's last token, so a new token is sampled after it
     decodes: int  # the first `decodes` rows have one query token each and sample
     scored: ScoredTokens | None = None
+    groups: SharedPrefixes | None = None
+    """Which decodes (places 0 ... decodes - 1 of `rows`) begin with the same frames: an executor may compute attention
+    over those once for all, or ignore it (as the CPU's does). Results are the same but for rounding. Every shared page
+    was full before this step. Plans with the very same object have the same rows: what was prepared for it is valid."""
 
     @property
     def lengths(self) -> Int32Array:

@@ -74,7 +74,12 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
         opened_slots=0,
     )
     memory.ledger.mode = OvercommitMode(settings.overcommit)
-    bounds = SchedulerSettings(max_running=sizes.running, max_batched_tokens=sizes.tokens, max_length=max_length)
+    bounds = SchedulerSettings(
+        max_running=sizes.running,
+        max_batched_tokens=sizes.tokens,
+        max_length=max_length,
+        finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
+    )
     scheduler = Scheduler(memory, bounds)
     limits = Limits(
         max_model_len=max_length,

@@ -34,7 +34,17 @@ from typing import Any
 
 import numpy as np
 
-from mm import Action, Candidates, MemoryManager, Namespace, OverCommit, PrefixMatch, SwapOrders, pages_for
+from mm import (
+    Action,
+    Candidates,
+    MemoryManager,
+    Namespace,
+    OverCommit,
+    PrefixMatch,
+    SharedPrefixes,
+    SwapOrders,
+    pages_for,
+)
 from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.engine_client import Ended, EndReason
@@ -58,6 +68,7 @@ class SchedulerSettings:
     max_batched_tokens: int  # query tokens of one step
     max_length: int  # prompt + output of one Sequence
     admission_headroom: float = 0.01  # share of the pool that admissions leave free while others run
+    finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,15 @@ class _Steady:
 
 
 @dataclass(frozen=True, slots=True)
+class _Grouped:
+    """The decodes of the last plan that was not steady, and who of them begins with the same frames."""
+
+    rows: Int32Array
+    epochs: Int64Array
+    groups: SharedPrefixes | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Submitted:
     """A plan on its way, and whose rows it ran: a row may have changed hands before the result is there."""
 
@@ -115,6 +135,7 @@ class Scheduler:
         self._step = 0
         self._submitted: deque[_Submitted] = deque()
         self._steady: _Steady | None = None
+        self._grouped: _Grouped | None = None
         self._swaps_work = memory.swap.total > 0
 
     # --- what the engine calls
@@ -162,6 +183,7 @@ class Scheduler:
         chunks = self._that_fit(decodes, chunks + self._admit(decodes, budget, now))
         self._report_pressure()
         if not len(decodes) and not chunks:
+            self._grouped = None  # rows may come back from swap to other frames
             return None
         return self._plan(decodes, chunks)
 
@@ -230,6 +252,7 @@ class Scheduler:
             token_ids=last.token_ids,
             samples=last.samples,
             decodes=last.decodes,
+            groups=last.groups,
         )
         steady.plan = plan
         steady.starts = steady.starts + 1
@@ -483,11 +506,32 @@ class Scheduler:
             token_ids=np.concatenate(token_ids),
             samples=samples,
             decodes=len(decodes),
+            groups=self._groups(decodes, starts[: len(decodes)]) if self.settings.finds_shared_prefixes else None,
         )
         epochs = state.epoch[rows]
         self._steady = None if chunks or not len(rows) else self._steady_from(plan, epochs)
         self._submitted.append(_Submitted(plan, epochs, None))
         return plan
+
+    def _groups(self, decodes: Int32Array, lengths: Int32Array) -> SharedPrefixes | None:
+        """Who of the decodes begins with the same frames: the same object while they are the same rows.
+
+        Looked up when one joins; when some leave, the groups of the others stay.
+        """
+        last, epochs = self._grouped, self._rows.epoch[decodes]
+        if last is not None and np.array_equal(last.rows, decodes) and np.array_equal(last.epochs, epochs):
+            return last.groups
+        places = np.empty(0, np.int32)
+        if last is not None:
+            place_of = np.full(len(self._rows.epoch), -1, np.int32)
+            place_of[decodes] = np.arange(len(decodes))
+            places = np.where(self._rows.epoch[last.rows] == last.epochs, place_of[last.rows], np.int32(-1))
+        if last is None or np.count_nonzero(places >= 0) < len(decodes):
+            groups = self.memory.shared_prefixes(decodes, lengths)
+        else:
+            groups = None if last.groups is None else last.groups.moved(places)
+        self._grouped = _Grouped(decodes, epochs, groups)
+        return groups
 
     def _history(self, sequence: Sequence) -> Int32Array:
         """All its tokens, if its sampling parameters look back at them."""

@@ -148,6 +148,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             auto=True,
         ),
     ] = None
+    shared_prefixes: Annotated[
+        Literal["auto", "off"],
+        About(
+            "Batching",
+            "attention over pages that several decoding sequences begin with. auto: on a Hopper GPU once for all of "
+            "them, where that pays; off: by each alone. Results are the same but for rounding",
+        ),
+    ] = "auto"
     max_waiting: Annotated[
         int,
         Meta(ge=0),

@@ -59,3 +59,20 @@ template <int LANES = 32> __device__ __forceinline__ float warp_max(float x) {
   for (int offset = LANES / 2; offset; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, offset));
   return x;
 }
+
+// ---- fragments: how results lie in the lanes of a warp -------------------------------------------------------------
+// Words 0 ... 3 of four neighbouring lanes become a 4 x 4 matrix transposed
+__device__ __forceinline__ uint4 transpose_quad(u32 x0, u32 x1, u32 x2, u32 x3, int lane) {
+  u32 t = lane & 1 ? x0 : x1, u = lane & 1 ? x2 : x3;
+  t = __shfl_xor_sync(ALL_LANES, t, 1), u = __shfl_xor_sync(ALL_LANES, u, 1);
+  if (lane & 1) x0 = t, x2 = u;
+  else x1 = t, x3 = u;
+  t = lane & 2 ? x0 : x2, u = lane & 2 ? x1 : x3;
+  t = __shfl_xor_sync(ALL_LANES, t, 2), u = __shfl_xor_sync(ALL_LANES, u, 2);
+  if (lane & 2) x0 = t, x1 = u;
+  else x2 = t, x3 = u;
+  return make_uint4(x0, x1, x2, x3);
+}
+// A row of a part (attention over some of a row's keys, not normalized) that another kernel goes on from has its D dims in
+// the order of that one's fragments, a lane's numbers beside each other. Place of dim 8 j + d; j + 1 is next to it
+template <int D> __device__ __forceinline__ int fragment_place(int d, int j) { return d * (D / 8) + j; }

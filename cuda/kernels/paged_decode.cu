@@ -1,41 +1,70 @@
 // paged_decode: attention of one new query token per sequence over its paged keys and values, grouped queries.
 //
 // Work. All (sequence, item, page) triples lie on one line, in that order; an item is a kv head with up to GP of its
-// query heads. The line is cut into equal ranges, one a block, so any raggedness balances to a page; items may be cut:
+// query heads. The line is cut into equal ranges, one a block, and a block's range among its warps, so any raggedness
+// balances to a page; items may be cut:
 //
 //     line     | seq 0 item 0 | seq 0 item 1 | seq 1 item 0        | ...
-//     blocks   |    block 0        |    block 1        |   block 2 ...
+//     warps    |  0  |  1  |  2  |  3  |  0  |  1  |  2  |  3  |  0 ...
+//     blocks   |        block 0        |        block 1        |   block 2 ...
 //
-// The parts of a cut item go to `parts`; the last block to deliver one (a ticket) merges them in their order on the
+// A warp runs through its range alone and writes an item that lies in it whole; nobody waits for anybody until the end
+// of the range. Then a block joins the parts of each item that its warps have cut, once; the parts of an item that is
+// cut between blocks go to `parts`, and the last block to deliver one (a ticket) merges them in their order on the
 // line, so two runs of one batch agree bit for bit. Where an item is cut depends on the whole batch: not
 // batch-invariant.
 //
-// decode_plan, once a step for all layers: the prefix sum of pages, and where each block begins. Sequences of length 0
-// (padding) cost nothing and their output is not touched. At most 1024 sequences.
+// Few short sequences: if there is a block for each item, and the longest item is at most `uneven_pages` longer than an
+// even range, every block takes one item, and nothing is left to merge between blocks.
 //
+// Sequences may begin with pages whose attention was computed before, for many of them at once (shared_prefix in
+// paged_prefill_hopper.cu): those are not on the line, and the warp that holds the first page after them begins with
+// their parts in place of nothing.
+//
+// decode_plan, once a step for all layers: what of each sequence lies on the line, and where each warp begins.
+// Sequences of length 0 (padding) cost nothing and their output is not touched. At most 1024 sequences.
+//   lengths [B] int32        keys of each sequence, the new token counted
+//   rows [B] int32           of the page tables
+//   prefixes [B] int4        or null: (pages at its beginning that are not on the line, first prefix part, number of
+//                            them, 0); the new token's page is on the line
 // paged_decode:
 //   q, out [B, H, D] E       token b at q + b * q_stride, out + b * out_stride
 //   layer_pool               frame f of this layer at layer_pool + f * frame_stride bytes: [kv head][K, V][blob]
-//   page_tables [R, max_pages], rows [B], lengths [B] int32: lengths count the new token; entries past it are not read
-//   plan, starts             from decode_plan, for the same lengths and this grid
+//   page_tables [R, max_pages] int32: entries past a sequence's last page are not read
+//   plan, starts, sequences  from decode_plan, for this grid
+//   prefix_parts [any, H, D + 4] float32: one row of a part for each query head, its dims in the fragments' order
 //   parts [2 grid, GP, D + 4] float32, tickets [B * items] u32: workspace; tickets are 0 before and after
 //   scale                    1 / sqrt(D) * log2(e)
-// Each warp has its own ring of STAGES pages, runs over every WARPS-th page of the block's range and needs no block
-// barrier within an item. On Hopper one thread fetches a page's K and V by one bulk copy; elsewhere 32 lanes by
-// cp.async. Bound by bandwidth (4 flop a byte); the tensor cores multiply 16 rows of which GP <= 8 are in use.
+// Each warp has its own ring of STAGES pages. On Hopper one thread fetches a page's K and V by one bulk copy; elsewhere
+// 32 lanes by cp.async. Bound by bandwidth (4 flop a byte).
 //
-// Overlap with the kernel before (dependent launch): that one may write q and the sequences' last pages, nothing else
-// that is read here; plan, tables and lengths must come from kernels that ended before that one began.
+// Overlap with the kernel before (dependent launch): that one may write q, prefix parts and the sequences' last pages,
+// nothing else that is read here; plan and tables must come from kernels that ended before that one began.
 #include "common.cuh"
 
+// Where the range of warp `warp` begins when a block's warps share `pages`: they differ by a page, and none is empty
+// before one that is not
+__device__ __forceinline__ int warp_begin(int warp, int warps, int pages) {
+  return warp * (pages / warps) + min(warp, pages % warps);
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
-decode_plan(const int* lengths, const int* rows, int B, int items, int blocks, int least_pages, int* plan,
-            int4* starts) {
+decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, int items, int blocks, int warps,
+            int least_pages, int uneven_pages, int max_pages, int* plan, int4* starts, int4* sequences) {
   // plan[0] pages on the line, plan[1] pages a block, plan[2 + b] first page of sequence b (b <= B)
-  // starts[2 c] (sequence, item, page, pages of the sequence) of block c, starts[2 c + 1].x its row; sequence -1: idle
+  // sequences[b] (tokens on the line, place of its first page on the line in the page tables, first prefix part, prefix
+  //              parts)
+  // starts[2 w] (sequence, item, page, number of pages) of warp w, starts[2 w + 1] its entry of `sequences`;
+  //             sequence -1: the whole block is idle
   __shared__ int warp_totals[32], first[1025];
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  int sum = t < B ? pages_of(lengths[t]) * items : 0;
+  int4 mine = make_int4(0, 0, 0, 0);
+  if (t < B && lengths[t]) {
+    const int4 prefix = prefixes ? prefixes[t] : make_int4(0, 0, 0, 0);
+    mine = make_int4(lengths[t] - prefix.x * PAGE_SIZE, rows[t] * max_pages + prefix.x, prefix.y, prefix.z);
+  }
+  if (t < B) sequences[t] = mine;
+  int sum = pages_of(mine.x) * items;
 #pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
     const int other = __shfl_up_sync(ALL_LANES, sum, offset);
@@ -62,11 +91,23 @@ decode_plan(const int* lengths, const int* rows, int B, int items, int blocks, i
     plan[0] = total;
     plan[1] = quota;
   }
-  __syncthreads();
-  for (int block = t; block < blocks; block += 1024) {
-    const int line = block * quota;  // blocks * quota < 2^31: total is
-    if (line >= total) {
-      starts[2 * block] = make_int4(-1, 0, 0, 1);
+  const bool is_long = __syncthreads_or(pages_of(mine.x) > quota + uneven_pages);
+  const bool item_a_block = B * items <= blocks && !is_long;
+  for (int i = t; i < blocks * warps; i += 1024) {
+    const int block = i / warps, warp_of_block = i - block * warps;
+    if (item_a_block) {
+      const int sequence = block / items;
+      const int pages = sequence < B ? (first[sequence + 1] - first[sequence]) / items : 0;
+      const int page = warp_begin(warp_of_block, warps, pages);
+      const int count = warp_begin(warp_of_block + 1, warps, pages) - page;
+      starts[2 * i] = make_int4(pages ? sequence : -1, block - sequence * items, page, count);
+      if (pages) starts[2 * i + 1] = sequences[sequence];
+      continue;
+    }
+    const int line = block * quota + warp_begin(warp_of_block, warps, quota);  // blocks * quota < 2^31: total is
+    const int count = min(block * quota + warp_begin(warp_of_block + 1, warps, quota), total) - line;
+    if (count <= 0) {
+      starts[2 * i] = make_int4(block * quota >= total ? -1 : 0, 0, 0, 0);
       continue;
     }
     int low = 0, high = B;  // the last sequence that begins at or before `line`
@@ -76,41 +117,41 @@ decode_plan(const int* lengths, const int* rows, int B, int items, int blocks, i
       else high = middle;
     }
     const int pages = (first[low + 1] - first[low]) / items, rest = line - first[low];
-    starts[2 * block] = make_int4(low, rest / pages, rest % pages, pages);
-    starts[2 * block + 1] = make_int4(rows[low], 0, 0, 0);
+    starts[2 * i] = make_int4(low, rest / pages, rest % pages, count);
+    starts[2 * i + 1] = sequences[low];  // by a thread of this block, before the barriers
   }
 }
 
-struct Cursor {  // a place on the work line; item = head * splits + split
-  int line, sequence, head, split, page, pages, row;  // head: of keys and values; pages: of the sequence
+struct Cursor {  // a place on the work line, counted from where the warp begins; item = head * splits + split
+  int line, sequence, head, split, page;  // head: of keys and values; page: of those on the line
+  int4 facts;                             // of the sequence, as decode_plan writes them
+  __device__ __forceinline__ int pages() const { return pages_of(facts.x); }
 };
 
 struct Line {  // what moving a cursor needs
-  const int* lengths;
-  const int* rows;
+  const int4* sequences;
   int kv_heads, splits, end;
 
+  // n: not past the end of the cursor's item
   __device__ __forceinline__ void advance(Cursor& c, int n) const {
     c.line += n;
     if (c.line >= end) return;
     c.page += n;
-    while (c.page >= c.pages) {
-      c.page -= c.pages;
-      if (++c.split < splits) continue;
-      c.split = 0;
-      if (++c.head < kv_heads) continue;
-      c.head = 0;
-      do {
-        c.pages = pages_of(lengths[++c.sequence]);
-      } while (c.pages == 0);
-      c.row = rows[c.sequence];
-    }
+    if (c.page < c.pages()) return;
+    c.page = 0;
+    if (++c.split < splits) return;
+    c.split = 0;
+    if (++c.head < kv_heads) return;
+    c.head = 0;
+    do {
+      c.facts = sequences[++c.sequence];
+    } while (c.facts.x == 0);
   }
 };
 
-// One part of an item: unnormalized output, and per query head maximum (in log2 units) and sum. In shared memory the
-// parts of a block's warps, in global memory those of blocks. Rows are padded so that 8 rows of float2 meet no bank
-// twice.
+// One part of an item: unnormalized output, and per query head maximum (in log2 units) and sum, at [D] and [D + 1]. In
+// shared memory the parts of a block's warps, in global memory those of blocks, and of shared prefixes. Rows are padded
+// so that a warp that stores fragments meets no bank twice.
 template <int D> constexpr int PART_ROW = D + 4;
 
 template <class E, int D>
@@ -156,79 +197,158 @@ template <class E, int D, class Part> __device__ __forceinline__ void merge_part
   store_output<E, D>(out + lane * V, x, 1.f / warp_sum(sum));
 }
 
-// The state of one warp over one item: 8 rows (query heads) of attention, in tensor core fragments
+// The state of one warp over one item: attention of 8 rows (query heads), in tensor core fragments. Scores and output
+// are computed transposed, keys x queries and dims x queries, since the tensor cores' other side takes 8 columns: none
+// is wasted. This lane has queries 2 (lane % 4) and the next one; of 16 tokens or dims it has lane / 4 and that + 8.
 template <class E, int D> struct Attention {
   u32 q[D / 16][2];
-  float o[D / 8][4];  // the tensor core's rows 8-15 (o[.][2], o[.][3]) stay 0
-  float top, sum;     // of row lane / 4, in units of log2
+  float o[D / 16][4];
+  float top[2], sum[2];  // by query, in units of log2; the sums of the lanes that have the same query belong together
 
   __device__ __forceinline__ void begin(const u32 (&query)[D / 16][2]) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) q[k][0] = query[k][0], q[k][1] = query[k][1];
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
-    top = NEGATIVE_INFINITY;
-    sum = 0.f;
+    for (int i = 0; i < D / 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+    top[0] = top[1] = NEGATIVE_INFINITY;
+    sum[0] = sum[1] = 0.f;
+  }
+
+  // Query i's part of chunk j: dim 8 j + lane / 4
+  __device__ __forceinline__ float& output(int j, int i) { return o[j >> 1][(j & 1) * 2 + i]; }
+
+  // After begin(): go on from n parts of earlier tokens. first: of the first part, the row of each of the two queries;
+  // those of the others are `stride` floats apart
+  __device__ __forceinline__ void resume(const float* const (&first)[2], int n, i64 stride, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      for (int k = 0; k < n; ++k) top[i] = fmaxf(top[i], first[i][k * stride + D]);
+      const float* part = first[i];
+      for (int k = 0; k < n; ++k, part += stride) {
+        const float2 top_sum = *(const float2*)(part + D);
+        const float weight = exp2_fast(top_sum.x - top[i]);
+        if (lane < 4) sum[i] += weight * top_sum.y;
+#pragma unroll
+        for (int j = 0; j < D / 8; j += 4) {
+          const float4 v = *(const float4*)(part + fragment_place<D>(lane >> 2, j));
+          output(j, i) += weight * v.x;
+          output(j + 1, i) += weight * v.y;
+          output(j + 2, i) += weight * v.z;
+          output(j + 3, i) += weight * v.w;
+        }
+      }
+    }
   }
 
   // Attend to one page: keys and values are blobs in shared memory, of which the first `tokens` tokens count
   __device__ __forceinline__ void attend(u32 keys, u32 values, int tokens, float scale, int lane) {
-    const int matrix = lane >> 3, matrix_row = lane & 7, column = (lane & 3) * 2;
-    float low[4] = {}, high[4] = {};  // scores of tokens 0-7 and 8-15
+    const int matrix = lane >> 3, matrix_row = lane & 7;
+    float x[4] = {}, odd[4] = {};  // scores; two sums, so that each product need not wait for the one before
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      u32 b[4];
-      load_matrices(b, keys + blob_offset<D>((matrix >> 1) * 8 + matrix_row, k * 2 + (matrix & 1)));
-      mma<E>(low, q[k][0], 0u, q[k][1], 0u, b[0], b[1]);
-      mma<E>(high, q[k][0], 0u, q[k][1], 0u, b[2], b[3]);
+      u32 a[4];
+      load_matrices(a, keys + blob_offset<D>((matrix & 1) * 8 + matrix_row, k * 2 + (matrix >> 1)));
+      mma<E>(k & 1 ? odd : x, a[0], a[1], a[2], a[3], q[k][0], q[k][1]);
     }
-    float x[4] = {low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = (x[i] + odd[i]) * scale;
     if (tokens < PAGE_SIZE) {
-      if (column >= tokens) x[0] = NEGATIVE_INFINITY;
-      if (column + 1 >= tokens) x[1] = NEGATIVE_INFINITY;
-      if (column + 8 >= tokens) x[2] = NEGATIVE_INFINITY;
-      if (column + 9 >= tokens) x[3] = NEGATIVE_INFINITY;
+      if ((lane >> 2) >= tokens) x[0] = x[1] = NEGATIVE_INFINITY;
+      if ((lane >> 2) + 8 >= tokens) x[2] = x[3] = NEGATIVE_INFINITY;
     }
-    const float page_top = warp_max<4>(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-    if (__any_sync(ALL_LANES, page_top > top)) {  // rarely, after the first pages
-      const float new_top = fmaxf(top, page_top), factor = exp2_fast(top - new_top);
-      top = new_top;
-      sum *= factor;
+    float page_top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+    if (__any_sync(ALL_LANES, page_top[0] > top[0] || page_top[1] > top[1])) {  // rarely, after the first pages
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) o[i][0] *= factor, o[i][1] *= factor;
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int offset = 4; offset < 32; offset <<= 1) {
+          page_top[i] = fmaxf(page_top[i], __shfl_xor_sync(ALL_LANES, page_top[i], offset));
+        }
+        const float new_top = fmaxf(top[i], page_top[i]), factor = exp2_fast(top[i] - new_top);
+        top[i] = new_top;
+        sum[i] *= factor;
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) output(j, i) *= factor;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = exp2_fast(x[i] - top);
-    sum += (x[0] + x[1]) + (x[2] + x[3]);
-    const u32 p0 = pack2<E>(x[0], x[1]), p1 = pack2<E>(x[2], x[3]);
+    for (int i = 0; i < 4; ++i) x[i] = exp2_fast(x[i] - top[i & 1]);
+    sum[0] += x[0] + x[2];
+    sum[1] += x[1] + x[3];
+    const u32 p0 = transpose_matrix(pack2<E>(x[0], x[1])), p1 = transpose_matrix(pack2<E>(x[2], x[3]));
 #pragma unroll
     for (int j = 0; j < D / 16; ++j) {
-      u32 b[4];
-      load_matrices_transposed(b, values + blob_offset<D>((matrix & 1) * 8 + matrix_row, j * 2 + (matrix >> 1)));
-      mma<E>(o[2 * j], p0, 0u, p1, 0u, b[0], b[1]);
-      mma<E>(o[2 * j + 1], p0, 0u, p1, 0u, b[2], b[3]);
+      u32 a[4];
+      load_matrices_transposed(a, values + blob_offset<D>((matrix >> 1) * 8 + matrix_row, j * 2 + (matrix & 1)));
+      mma<E>(o[j], a[0], a[1], a[2], a[3], p0, p1);
+    }
+  }
+
+  // The whole row's sums, in every lane
+  __device__ __forceinline__ void total(float (&sums)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sums[i] = sum[i];
+#pragma unroll
+      for (int offset = 4; offset < 32; offset <<= 1) sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], offset);
+    }
+  }
+
+  // Write the result of the first `heads` rows, D numbers each, one after the other
+  __device__ __forceinline__ void write(E* out, int heads, int lane) {
+    float sums[2];
+    total(sums);
+    const float factor[2] = {1.f / sums[0], 1.f / sums[1]};
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 4) {  // 32 dims of a row: every lane stores 8 of them
+      u32 word[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        word[k] = transpose_matrix(pack2<E>(output(j + k, 0) * factor[0], output(j + k, 1) * factor[1]));
+      }
+      const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3], lane);
+      if ((lane >> 2) < heads) *(uint4*)(out + (lane >> 2) * D + (j + (lane & 3)) * 8) = chunk;
+    }
+  }
+
+  // Write the first ROWS rows as a part, to shared memory
+  template <int ROWS> __device__ __forceinline__ void write_part(float* part, int lane) {
+    float sums[2];
+    total(sums);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = (lane & 3) * 2 + i;
+      if (row >= ROWS) continue;
+      float* const target = part + row * PART_ROW<D>;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) target[j * 8 + (lane >> 2)] = output(j, i);
+      if (lane < 4) *(float2*)(target + D) = make_float2(top[i], sums[i]);
     }
   }
 };
 
+// 4 warps: room for three blocks a multiprocessor. Without a bound ptxas aims for more, and spills
 template <class E, int D, int GP, int WARPS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32) paged_decode(
-    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ rows,
-    const int* __restrict__ lengths, const int* __restrict__ plan, const int4* __restrict__ starts, float* parts,
-    u32* tickets, float scale, int kv_heads, int splits, int group, int per_item, int max_pages, i64 q_stride,
-    i64 out_stride, i64 frame_stride) {
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) paged_decode(
+    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ plan,
+    const int4* __restrict__ starts, const int4* __restrict__ sequences, const float* prefix_parts, float* parts,
+    u32* tickets, float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride,
+    i64 frame_stride) {
   // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
+  static_assert(GP * ROW * 4 <= STAGES * STAGE, "a warp's last part lies in its ring");
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
-  __shared__ float tops[WARPS][8], sums[WARPS][8];
+  __shared__ __align__(16) int4 cuts[WARPS][2];  // (sequence, item, first page, end page) of a warp's parts; -1: none
   __shared__ u32 ticket;
   allow_next_kernel();
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int4 start = starts[2 * blockIdx.x];
-  const int start_row = starts[2 * blockIdx.x + 1].x;
-  const int total = plan[0], quota = plan[1];
+  const int4 start = starts[2 * (blockIdx.x * WARPS + warp)];
+  const int4 start_facts = starts[2 * (blockIdx.x * WARPS + warp) + 1];
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE;
-  float* const block_parts = (float*)(shared + WARPS * STAGES * STAGE);
+  // the part that begins a warp's range has its own place; the one that ends it comes when the ring is empty
+  auto part_of = [&](int w, int which) {
+    return (float*)(which ? shared + w * STAGES * STAGE : shared + WARPS * STAGES * STAGE + w * GP * ROW * 4);
+  };
 #ifdef HOPPER
   __shared__ __align__(8) u64 barriers[WARPS][STAGES];
   if (lane == 0) {
@@ -236,16 +356,16 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     for (int s = 0; s < STAGES; ++s) barrier_init(shared_address(&barriers[warp][s]), 1);
     barrier_init_fence();
   }
-  __syncwarp();
 #endif
+  if (lane < 2) cuts[warp][lane] = make_int4(-1, 0, 0, 0);
+  __syncwarp();
   if (start.x < 0) {
     wait_for_previous_kernel();
     return;
   }
-  const int first_line = blockIdx.x * quota;
-  const Line line = {lengths, rows, kv_heads, splits, min(first_line + quota, total)};
+  const Line line = {sequences, kv_heads, splits, start.w};
 
-  // ---- the ring: `next` runs STAGES pages of this warp ahead; its frame is looked up one page before it is fetched
+  // ---- the ring: `next` runs STAGES pages ahead; its frame is looked up one page before it is fetched
   auto fetch = [&](const Cursor& c, int frame, int stage) {
     const char* source = layer_pool + frame * frame_stride + (i64)c.head * STAGE;
     const u32 target = ring + stage * STAGE;
@@ -265,25 +385,24 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
     async_copy_commit();
 #endif
   };
-  auto frame_of = [&](const Cursor& c) { return c.line < line.end ? page_tables[(i64)c.row * max_pages + c.page] : 0; };
+  auto frame_of = [&](const Cursor& c) { return c.line < line.end ? page_tables[c.facts.y + c.page] : 0; };
 
   const int start_head = start.y / splits;
-  Cursor current = {first_line, start.x, start_head, start.y - start_head * splits, start.z, start.w, start_row};
+  Cursor current = {0, start.x, start_head, start.y - start_head * splits, start.z, start_facts};
   Cursor next = current;
-  line.advance(next, warp);
   Cursor ahead[STAGES];
   int frames[STAGES];
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {  // all look-ups are under way before the first fetch waits for one
     ahead[s] = next;
     frames[s] = frame_of(next);
-    line.advance(next, WARPS);
+    line.advance(next, 1);
   }
   int next_frame = frame_of(next);
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     if (ahead[s].line < line.end) {
-      if (ahead[s].page + 1 == ahead[s].pages) wait_for_previous_kernel();  // it may be writing this page
+      if (ahead[s].page + 1 == ahead[s].pages()) wait_for_previous_kernel();  // it may be writing this page
       fetch(ahead[s], frames[s], s);
     }
     commit();
@@ -291,7 +410,7 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
   wait_for_previous_kernel();
 
   const int row = lane >> 2, pair = lane & 3;
-  u32 query[D / 16][2];  // of the next item: loaded before the merge of this one
+  u32 query[D / 16][2];  // of the next item: loaded while this one is computed
   auto load_query = [&](const Cursor& c) {
     const int member = c.split * per_item + row;  // of the group
     const bool used = row < per_item && member < group;
@@ -302,78 +421,97 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
       query[k][1] = used ? load_ordered(source + k * 8 + 4 + pair) : 0u;
     }
   };
-  load_query(current);
+  if (line.end > 0) load_query(current);
 
-  int stage = 0, parity = 0, page_line = first_line + warp;  // page_line: this warp's next page
+  int stage = 0, parity = 0;
   Attention<E, D> attention;
-  for (int segment = first_line; segment < line.end;) {  // a segment is what the block holds of one item
-    const int length = lengths[current.sequence];
-    const int segment_end = min(segment + current.pages - current.page, line.end);
+  while (current.line < line.end) {  // a turn is what the warp holds of one item
+    const int end_page = min(current.pages(), current.page + line.end - current.line);
+    const int member = current.split * per_item, heads = min(per_item, group - member);
     attention.begin(query);
-    for (; page_line < segment_end; page_line += WARPS) {
+    if (current.page == 0 && current.facts.w) {
+      const i64 stride = (i64)kv_heads * group * ROW;
+      const float* const first = prefix_parts + current.facts.z * stride + (current.head * group + member) * ROW;
+      const float* const mine[2] = {first + min(pair * 2, heads - 1) * ROW, first + min(pair * 2 + 1, heads - 1) * ROW};
+      attention.resume(mine, current.facts.w, stride, lane);
+    }
+    Cursor following = current;
+    line.advance(following, end_page - current.page);
+    if (following.line < line.end) load_query(following);
+    for (int page = current.page; page < end_page; ++page) {
 #ifdef HOPPER
       barrier_wait(shared_address(&barriers[warp][stage]), parity);
 #else
       async_copy_wait<STAGES - 1>();
       __syncwarp();
 #endif
-      const u32 page = ring + stage * STAGE;
-      attention.attend(page, page + PAGE, length - (current.page + page_line - segment) * PAGE_SIZE, scale, lane);
+      const u32 keys = ring + stage * STAGE;
+      attention.attend(keys, keys + PAGE, current.facts.x - page * PAGE_SIZE, scale, lane);
       __syncwarp();  // all lanes have read the stage
       if (next.line < line.end) {
         fetch(next, next_frame, stage);
-        line.advance(next, WARPS);
+        line.advance(next, 1);
         next_frame = frame_of(next);
       }
       commit();
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    Cursor following = current;
-    if (segment_end < line.end) {
-      line.advance(following, segment_end - segment);
-      load_query(following);
-    }
 
-    // ---- the block's warps join their parts
-    const float warp_total = warp_sum<4>(attention.sum);
-    if (pair == 0) tops[warp][row] = attention.top, sums[warp][row] = warp_total;
-    if (row < GP) {
-      float* target = block_parts + (warp * GP + row) * ROW + pair * 2;
-#pragma unroll
-      for (int i = 0; i < D / 8; ++i) *(float2*)(target + i * 8) = make_float2(attention.o[i][0], attention.o[i][1]);
-    }
-    __syncthreads();
-    const bool whole = current.page == 0 && segment + current.pages == segment_end;
-    const int part = 2 * blockIdx.x + (segment == first_line ? 0 : 1);  // a block holds at most two cut items: its ends
-    const int member = current.split * per_item, heads = min(per_item, group - member);
-    E* const item_out = out + current.sequence * out_stride + (current.head * group + member) * D;
-    for (int i = tid; i < heads * 32; i += WARPS * 32) {
-      const int r = i >> 5, d = (i & 31) * V;
-      float top = tops[0][r], sum = 0.f, x[V] = {};
-#pragma unroll
-      for (int w = 1; w < WARPS; ++w) top = fmaxf(top, tops[w][r]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float weight = exp2_fast(tops[w][r] - top);
-        const float* source = block_parts + (w * GP + r) * ROW + d;
-        sum += weight * sums[w][r];
-#pragma unroll
-        for (int v = 0; v < V; ++v) x[v] += weight * source[v];
-      }
-      if (whole) {
-        store_output<E, D>(item_out + r * D + d, x, 1.f / sum);
-      } else {
-        float* target = parts + ((i64)part * GP + r) * ROW;
-#pragma unroll
-        for (int v = 0; v < V; v += 2) *(float2*)(target + d + v) = make_float2(x[v], x[v + 1]);
-        if (d == 0) *(float2*)(target + D) = make_float2(top, sum);
-      }
-    }
-    if (!whole) {  // ---- the last block that holds a part of this item joins the blocks' parts
+    if (current.page == 0 && end_page == current.pages()) {
+      attention.write(out + current.sequence * out_stride + (current.head * group + member) * D, heads, lane);
+    } else {
+      const int which = current.line == 0 ? 0 : 1;
+      attention.template write_part<GP>(part_of(warp, which), lane);
       const int item = current.head * splits + current.split;
-      const int item_line = plan[2 + current.sequence] + item * current.pages;
-      const int first_block = item_line / quota, last_block = (item_line + current.pages - 1) / quota;
-      u32* const counter = tickets + current.sequence * kv_heads * splits + item;
+      if (lane == 0) cuts[warp][which] = make_int4(current.sequence, item, current.page, end_page);
+    }
+    current = following;
+  }
+  __syncthreads();
+
+  // ---- the block joins its warps' parts, item after item. The parts of an item: one of warp w, then the first ones of
+  // the warps after it
+  const int quota = plan[1], block_line = blockIdx.x * quota;
+  for (int w = 0; w < WARPS; ++w) {
+    for (int which = 0; which < 2; ++which) {
+      const int4 cut = cuts[w][which];
+      if (cut.x < 0 || (which == 0 && w > 0 && cut.z > 0)) continue;  // none, or it belongs to the warp before
+      int n = 1, end_page = cut.w;
+      for (; w + n < WARPS; ++n) {
+        const int4 more = cuts[w + n][0];
+        if (more.x != cut.x || more.y != cut.y) break;
+        end_page = more.w;
+      }
+      const int4 facts = sequences[cut.x];
+      const int head = cut.y / splits, member = (cut.y - head * splits) * per_item;
+      const int heads = min(per_item, group - member), pages = pages_of(facts.x);
+      const int item_line = plan[2 + cut.x] + cut.y * pages;
+      const bool whole = cut.z == 0 && end_page == pages;
+      const int part = 2 * blockIdx.x + (item_line + cut.z == block_line ? 0 : 1);  // at most two: the block's ends
+      E* const item_out = out + cut.x * out_stride + (head * group + member) * D;
+      for (int r = warp; r < heads; r += WARPS) {
+        float top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
+        for (int k = 0; k < n; ++k) top = fmaxf(top, part_of(w + k, k ? 0 : which)[r * ROW + D]);
+        for (int k = 0; k < n; ++k) {
+          const float* source = part_of(w + k, k ? 0 : which) + r * ROW;
+          const float weight = exp2_fast(source[D] - top);
+          sum += weight * source[D + 1];
+#pragma unroll
+          for (int v = 0; v < V; ++v) x[v] += weight * source[lane * V + v];
+        }
+        if (whole) {
+          store_output<E, D>(item_out + r * D + lane * V, x, 1.f / sum);
+        } else {
+          float* target = parts + ((i64)part * GP + r) * ROW;
+#pragma unroll
+          for (int v = 0; v < V; v += 2) *(float2*)(target + lane * V + v) = make_float2(x[v], x[v + 1]);
+          if (lane == 0) *(float2*)(target + D) = make_float2(top, sum);
+        }
+      }
+      if (whole) continue;
+      // the last block that holds a part of this item joins the blocks' parts
+      const int first_block = item_line / quota, last_block = (item_line + pages - 1) / quota;
+      u32* const counter = tickets + cut.x * kv_heads * splits + cut.y;
       __threadfence();
       __syncthreads();
       if (tid == 0) ticket = atomicAdd(counter, 1u);
@@ -390,8 +528,5 @@ __global__ void __launch_bounds__(WARPS * 32) paged_decode(
         if (tid == 0) *counter = 0;  // for the next launch
       }
     }
-    segment = segment_end;
-    current = following;
-    __syncthreads();  // the parts in shared memory are read before the next item's are written
   }
 }

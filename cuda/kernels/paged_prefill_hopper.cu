@@ -15,42 +15,93 @@
 // Per tile i, from the diagonal backwards: S = Q K_i and O += P_(i-1) V_(i-1) are set going together; softmax(S) runs
 // beside the second of them; then O is rescaled and P packed. Bound by tensor cores.
 //
+// paged_prefill_hopper:
 //   work, work_count       from prefill_plan
 //   counters [2] u32       0 before and after: the next item, and blocks that have seen the end
 //   the rest               as for paged_prefill
-// Rows past a sequence's tokens repeat its last token's queries, pages past its end its last page: finite, not stored.
+// shared_prefix: the same for decoding sequences that begin with the same frames. Their tokens are the rows, every row
+// sees every key, and what comes out is a part, for paged_decode to go on from. Cascade inference (Juravsky 2024).
+//   q [B, H, D] E          token b at q + b * q_stride
+//   parts [any, H, D + 4] float32: output (not normalized; dims in the order of fragments), maximum in log2 units, sum
+//   page_tables            as they lie on the device
+//   prefix_work            the number of items, then 8 int32 each: row of the page tables, first page, pages, first
+//                          member, members, block of 128 rows, first part, parts of a member (cuda/shared_prefix.py).
+//                          Pages are full: no token of this step is in them
+//   members [any]          places in the batch; member m of an item has its part at first part + m * parts
+// May begin before the kernel that writes q has ended: pages, tables and work must come from kernels that ended before.
+// Rows past the last token repeat its queries, pages past the end the last page: finite, not stored.
 #include "common.cuh"
 
 constexpr int ROWS = 128, GROUP_ROWS = 64, TILE = 128, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 384;
 
 struct __align__(16) Item {  // tiles 0: there is no more work
-  int tiles, table_row, pages, kv_head;
-  int first_row, first_token, tokens, cached;
+  int tiles, table, pages, kv_head;            // table: place of its first page in the page tables
+  int first_row, first_token, tokens, cached;  // shared_prefix: tokens are members, first_token is the first of them
+  int first_part, parts, unused[2];            // shared_prefix only
 };
 
 enum Barrier { KEYS_FULL = 0, VALUES_FULL = 2, KEYS_FREE = 4, VALUES_FREE = 6, ITEM_FULL = 8, ITEM_FREE = 10,
                QUERIES_FULL = 12, BARRIERS = 16 };  // two each; QUERIES_FULL: for each warpgroup
 constexpr int ITEM_READERS = 11;  // warps: 8 that compute, 3 that fetch
 
-// Words 0 ... 3 of four neighbouring lanes become a 4 x 4 matrix transposed
-__device__ __forceinline__ uint4 transpose_quad(u32 x0, u32 x1, u32 x2, u32 x3, int lane) {
-  u32 t = lane & 1 ? x0 : x1, u = lane & 1 ? x2 : x3;
-  t = __shfl_xor_sync(ALL_LANES, t, 1), u = __shfl_xor_sync(ALL_LANES, u, 1);
-  if (lane & 1) x0 = t, x2 = u;
-  else x1 = t, x3 = u;
-  t = lane & 2 ? x0 : x2, u = lane & 2 ? x1 : x3;
-  t = __shfl_xor_sync(ALL_LANES, t, 2), u = __shfl_xor_sync(ALL_LANES, u, 2);
-  if (lane & 2) x0 = t, x1 = u;
-  else x2 = t, x3 = u;
-  return make_uint4(x0, x1, x2, x3);
-}
+// Where items come from: the n-th of this block, of all kv heads together
+struct CausalWork {
+  const int* rows;
+  const int* lengths;
+  const int* query_starts;
+  const int2* work;
+  const int* work_count;
+  u32* counters;
 
-template <class E, int D>
-__global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
-    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ rows,
-    const int* __restrict__ lengths, const int* __restrict__ query_starts, const int2* __restrict__ work,
-    const int* __restrict__ work_count, u32* counters, float scale, int group, int kv_heads, int max_pages,
-    i64 q_stride, i64 out_stride, i64 frame_stride) {
+  __device__ __forceinline__ Item take(int n, int group, int kv_heads, int max_pages) const {
+    Item item = {};
+    const int total = work_count[0];
+    const u32 next = atomicAdd(counters, 1u);
+    if (next < (u32)(total * kv_heads)) {
+      item.kv_head = next / total;
+      const int2 block = work[next - item.kv_head * total];
+      item.first_row = block.y * ROWS;
+      item.first_token = query_starts[block.x];
+      item.tokens = query_starts[block.x + 1] - item.first_token;
+      const int length = lengths[block.x];
+      item.cached = length - item.tokens;
+      item.pages = pages_of(length);
+      item.table = rows[block.x] * max_pages;
+      item.tiles = (item.cached + min((item.first_row + ROWS - 1) / group, item.tokens - 1)) / TILE + 1;
+    } else if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) {  // nobody asks any more: for the next launch
+      counters[0] = counters[1] = 0;
+    }
+    return item;
+  }
+};
+struct SharedWork {
+  const int* work;
+  const int* members;
+  float* parts;
+
+  // In turn, without a counter: the list is even, and nothing of the launch before need have ended
+  __device__ __forceinline__ Item take(int n, int group, int kv_heads, int max_pages) const {
+    Item item = {};
+    const int total = work[0], next = blockIdx.x + n * gridDim.x;
+    if (next < total * kv_heads) {
+      item.kv_head = next / total;
+      const int* const entry = work + 4 + (next - item.kv_head * total) * 8;
+      item.table = entry[0] * max_pages + entry[1];
+      item.pages = entry[2];
+      item.first_token = entry[3];
+      item.tokens = entry[4];
+      item.first_row = entry[5] * ROWS;
+      item.first_part = entry[6];
+      item.parts = entry[7];
+      item.tiles = (item.pages + TILE_PAGES - 1) / TILE_PAGES;
+    }
+    return item;
+  }
+};
+
+template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ void attend_items(
+    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const Work source_of_work,
+    float scale, int group, int kv_heads, int max_pages, i64 q_stride, i64 out_stride, i64 frame_stride) {
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = TILE_PAGES * PAGE, QUERIES = GROUP_ROWS * D * (int)sizeof(E);
   constexpr int EIGHT_ROWS = 16 * D, K_STEPS = D / 16;
   DYNAMIC_SHARED(shared);  // queries [2][warpgroup], keys [2], values [2]; wgmma wants multiples of 1024
@@ -82,7 +133,7 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier(ITEM_FREE, n & 1));
         if (item.tiles == 0) break;
-        const int* const table = page_tables + (i64)item.table_row * max_pages;
+        const int* const table = page_tables + item.table;
         const char* const source = layer_pool + (item.kv_head * 2 + warp) * PAGE;
         auto frame_of = [&](int tile) { return table[min(tile * TILE_PAGES + (lane & 7), item.pages - 1)]; };
         int frame = frame_of(item.tiles - 1);
@@ -97,34 +148,19 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
         }
       }
     } else {  // items, and the queries of warpgroup `mine`
-      const int mine = warp - 2, total = work_count[0];
+      const int mine = warp - 2;
       for (int n = 0;; ++n) {
         const int slot = n & 1;
         if (mine == 0) {
           barrier_wait(barrier(ITEM_FREE, slot), (n >> 1 & 1) ^ 1);
           if (lane == 0) {
-            const u32 next = atomicAdd(counters, 1u);
-            Item item = {};
-            if (next < (u32)(total * kv_heads)) {
-              item.kv_head = next / total;
-              const int2 block = work[next - item.kv_head * total];
-              item.first_row = block.y * ROWS;
-              item.first_token = query_starts[block.x];
-              item.tokens = query_starts[block.x + 1] - item.first_token;
-              const int length = lengths[block.x];
-              item.cached = length - item.tokens;
-              item.pages = pages_of(length);
-              item.table_row = rows[block.x];
-              item.tiles = (item.cached + min((item.first_row + ROWS - 1) / group, item.tokens - 1)) / TILE + 1;
-            } else if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) {  // nobody asks any more: for the next launch
-              counters[0] = counters[1] = 0;
-            }
-            items[slot] = item;
+            items[slot] = source_of_work.take(n, group, kv_heads, max_pages);
             barrier_arrive(barrier(ITEM_FULL, slot));
           }
           __syncwarp();
         }
         barrier_wait(barrier(ITEM_FULL, slot), n >> 1 & 1);
+        if (SHARED && n == 0) wait_for_previous_kernel();  // for the queries; by now keys and values are on their way
         const Item item = items[slot];
         if (item.tiles == 0) break;
         const u32 target = queries + (slot * 2 + mine) * QUERIES;
@@ -132,8 +168,9 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
         for (int i = lane; i < GROUP_ROWS * CHUNKS; i += 32) {
           const int row = i / CHUNKS, chunk = i % CHUNKS, packed = item.first_row + mine * GROUP_ROWS + row;
           const int token = packed / group, head = item.kv_head * group + packed - token * group;
-          const i64 place = (i64)(item.first_token + min(token, item.tokens - 1)) * q_stride + head * D + chunk * 8;
-          async_copy_16(target + blob_offset<D>(row, chunk), q + place);
+          int query = item.first_token + min(token, item.tokens - 1);
+          if constexpr (SHARED) query = source_of_work.members[query];
+          async_copy_16(target + blob_offset<D>(row, chunk), q + query * q_stride + head * D + chunk * 8);
         }
         async_copy_commit();
         async_copy_wait<0>();
@@ -161,17 +198,16 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
     const Item item = items[slot];
     if (item.tiles == 0) break;
     const int first_row = item.first_row + mine * GROUP_ROWS;
-    int token[2], position[2];  // of this lane's two rows
-    E* target[2];
+    int token[2], position[2], head[2];  // of this lane's two rows
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + warp * 16 + (lane >> 2) + i * 8;
       token[i] = row / group;
-      position[i] = item.cached + token[i];
-      const int head = item.kv_head * group + row - token[i] * group;
-      target[i] = out + (item.first_token + token[i]) * out_stride + head * D;
+      position[i] = SHARED ? item.pages * PAGE_SIZE - 1 : item.cached + token[i];
+      head[i] = item.kv_head * group + row - token[i] * group;
     }
-    const int first_masked = (item.cached + first_row / group + 1) / TILE;  // all rows see all of the tiles before
+    // all rows see all of the tiles before
+    const int first_masked = (SHARED ? item.pages * PAGE_SIZE : item.cached + first_row / group + 1) / TILE;
     float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {}, factor[2];
 
     const u64 query_matrix = matrix_descriptor(queries + (slot * 2 + mine) * QUERIES, 0, EIGHT_ROWS);
@@ -264,18 +300,56 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float scale_out = 1.f / warp_sum<4>(sum[i]);
+      const float total = warp_sum<4>(sum[i]);
+      if constexpr (SHARED) {
+        if (token[i] >= item.tokens) continue;
+        const i64 part = item.first_part + token[i] * item.parts;
+        float* const target = source_of_work.parts + (part * kv_heads * group + head[i]) * (D + 4);
 #pragma unroll
-      for (int j = 0; j < D / 32; ++j) {  // 32 columns: every lane stores 8 of them
-        u32 word[4];
+        for (int k = 2 * i; k < 2 * i + 2; ++k) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int place = (j * 4 + k) * 4 + 2 * i;
-          word[k] = pack2<E>(o[place] * scale_out, o[place + 1] * scale_out);
+          for (int j = 0; j < D / 8; j += 4) {
+            const float4 v = make_float4(o[4 * j + k], o[4 * j + 4 + k], o[4 * j + 8 + k], o[4 * j + 12 + k]);
+            *(float4*)(target + fragment_place<D>(pair * 2 + k - 2 * i, j)) = v;
+          }
         }
-        const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3], lane);
-        if (token[i] < item.tokens) *(uint4*)(target[i] + (j * 4 + pair) * 8) = chunk;
+        if (pair == 0) *(float2*)(target + D) = make_float2(top[i] * scale, total);
+      } else {
+        E* const target = out + (item.first_token + token[i]) * out_stride + head[i] * D;
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) {  // 32 columns: every lane stores 8 of them
+          u32 word[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int place = (j * 4 + k) * 4 + 2 * i;
+            word[k] = pack2<E>(o[place] * (1.f / total), o[place + 1] * (1.f / total));
+          }
+          const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3], lane);
+          if (token[i] < item.tokens) *(uint4*)(target + (j * 4 + pair) * 8) = chunk;
+        }
       }
     }
   }
+}
+
+template <class E, int D>
+__global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
+    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ rows,
+    const int* __restrict__ lengths, const int* __restrict__ query_starts, const int2* __restrict__ work,
+    const int* __restrict__ work_count, u32* counters, float scale, int group, int kv_heads, int max_pages,
+    i64 q_stride, i64 out_stride, i64 frame_stride) {
+  const CausalWork items = {rows, lengths, query_starts, work, work_count, counters};
+  attend_items<E, D, false>(q, out, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
+                            out_stride, frame_stride);
+}
+
+template <class E, int D>
+__global__ void __launch_bounds__(THREADS, 1) shared_prefix(
+    const E* q, float* parts, const char* layer_pool, const int* __restrict__ page_tables,
+    const int* __restrict__ prefix_work, const int* __restrict__ members, float scale, int group, int kv_heads,
+    int max_pages, i64 q_stride, i64 frame_stride) {
+  allow_next_kernel();
+  const SharedWork items = {prefix_work, members, parts};
+  attend_items<E, D, true>(q, (E*)nullptr, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
+                           0, frame_stride);
 }

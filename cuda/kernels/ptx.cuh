@@ -81,6 +81,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+// An 8 x 8 matrix of 16-bit numbers, given as fragments (lane has row lane / 4, columns 2 (lane % 4) and the next),
+// transposed
+__device__ __forceinline__ u32 transpose_matrix(u32 x) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
 // c += a b: a 16 x 16 (rows lane/4 and +8, columns 2(lane%4) and +8), b 16 x 8, c 16 x 8 float32
 template <class E> __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 template <>

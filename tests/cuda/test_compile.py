@@ -23,6 +23,7 @@ from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
 from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState, Scatter
+from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
 
 MANY_BLOCKS = {
@@ -75,6 +76,8 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
                 PagedPrefill(loader, pool, 4, 128, portable=portable)
             for heads in (4, 8):
                 PagedDecode(loader, pool, heads)
+            if SharedPrefix.is_possible(loader, dtype):
+                SharedPrefix(loader, pool, 4, 1)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
     Scatter(loader, state)
     Sample(loader, state, StepResults(1, 1, page_locked=False), 8)

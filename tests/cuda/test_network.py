@@ -1,5 +1,7 @@
 """The whole network over the CUDA kernels, from a plan to sampled tokens, against the CPU executor."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,12 +11,16 @@ import torch
 from network import Network
 from plan_driver import PlanDriver
 
+from mm import MemoryManager, MemoryOrders, SharedPrefixes
 from model.config import ModelConfig, parse_config
 from model.cpu_executor import CpuExecutor
-from model.cuda_executor import RING, DeviceProgram
+from model.cuda_executor import RING, CudaExecutor, DeviceProgram
 from model.cuda_kernels import CudaStep
 from model.parameters import random_parameters
 from model.step_plan import SamplingParameters, StepPlan, StepResult
+from service.engine_client import Submit
+from service.request import Sequence
+from service.scheduler import Scheduler, SchedulerSettings
 
 ROWS, PAGES, BUDGET = 8, 8, 64
 
@@ -160,6 +166,116 @@ def test_sixteen_bit_tokens_differ_at_near_ties_only(
         scores = exact.logits(ids, [len(ids)])[len(sequence.prompt) - 1 : -1].log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(sequence.output)[:, None]).squeeze(1)
         assert (scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS
+
+
+COMMON = np.random.default_rng(1).integers(0, 211, 50).tolist()
+SHARING = [[*COMMON, 3], [*COMMON, 5, 7], [9, 8], [*COMMON[:33], 1], [*COMMON, *COMMON]]
+"""Prompts of which four begin with the same pages."""
+
+
+def test_shared_prefixes_change_no_token_but_near_ties(device: Any) -> None:
+    """The whole path, scheduler to kernels: who begins with the same frames decodes together, to the same tokens."""
+    config = CONFIGS["Llama, groups of 3"]
+    exact = Network(config, spread(config, torch.float32, "cpu"))
+    for finds in (True, False):
+        executor = ProgramExecutor(device, config, torch.bfloat16)
+        program = executor.program
+        if device.is_emulated:
+            program.kernels.logits = partial(plain_logits, program)  # type: ignore[method-assign]
+        accept_all_groups(program)
+        for prompt, output, steps in scheduled(executor, program.has_groups, finds_shared_prefixes=finds):
+            assert is_near_best(exact, prompt, output)
+            assert (steps > 8) == finds
+
+
+def test_groups_that_do_not_pay_are_ignored(device: Any) -> None:
+    """Short prefixes of few rows: the hint is there, and the step runs as without it."""
+    executor = ProgramExecutor(device, CONFIGS["Llama, groups of 3"], torch.bfloat16)
+    plan = StepPlan(
+        step=1,
+        orders=MemoryOrders(),
+        settings=None,
+        rows=np.arange(2, dtype=np.int32),
+        starts=np.full(2, 20, np.int32),
+        query_starts=np.arange(3, dtype=np.int32),
+        token_ids=np.zeros(2, np.int32),
+        samples=np.ones(2, np.bool_),
+        decodes=2,
+        groups=SharedPrefixes(np.arange(2, dtype=np.int32), np.array([0, 2], np.int32), np.array([1], np.int32)),
+    )
+    executor.program.upload(plan, 1, device.stream)
+    assert not executor.program.has_groups(plan)
+    accept_all_groups(executor.program)
+    again = replace(plan, step=2, groups=replace(plan.groups))  # type: ignore[type-var]
+    executor.program.upload(again, 2, device.stream)
+    assert executor.program.has_groups(again)
+    assert not executor.program.has_groups(plan)
+
+
+@pytest.mark.gpu
+def test_graphs_with_groups_and_without() -> None:
+    """The executor replays the graph that a step needs, and rows that leave or come change nothing."""
+    config = CONFIGS["Llama, groups of 3"]
+    exact = Network(config, spread(config, torch.float32, "cpu"))
+    for finds in (True, False):
+        executor = CudaExecutor(
+            config,
+            spread(config, torch.bfloat16, "cuda"),
+            frames=60,
+            utilization=0.5,
+            max_running=ROWS,
+            max_rows=ROWS,
+            max_pages=PAGES,
+            max_batched_tokens=BUDGET,
+        )
+        accept_all_groups(executor._program)
+        with_groups = set(map(id, executor._cascade_graphs.values()))
+        for prompt, output, steps in scheduled(
+            executor, lambda plan, e=executor, w=with_groups: id(e._graph_for(plan)) in w, finds_shared_prefixes=finds
+        ):
+            assert is_near_best(exact, prompt, output)
+            assert (steps > 8) == finds
+        executor.close()
+
+
+def accept_all_groups(program: DeviceProgram) -> None:
+    """Tiny ones too, though they do not pay."""
+    assert program.kernels.shared_prefix is not None
+    program.kernels.shared_prefix.least_pages = 1
+    program.kernels.shared_prefix.least_saved_bytes = 0
+
+
+def is_near_best(exact: Network, prompt: list[int], output: list[int]) -> bool:
+    """Whether every token of the output is float32's best after those before it, or nearly."""
+    ids = prompt + output
+    scores = exact.logits(ids, [len(ids)])[len(prompt) - 1 : -1].log_softmax(-1)
+    chosen = scores.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+    return bool((scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS)
+
+
+def scheduled(
+    executor: Any, has_groups: Callable[[StepPlan], bool], *, finds_shared_prefixes: bool
+) -> list[tuple[list[int], list[int], int]]:
+    """12 tokens of each prompt of SHARING, by the real scheduler: (prompt, output, steps for which has_groups)."""
+    memory = MemoryManager(frames=executor.frames, max_rows=ROWS, max_pages=PAGES)
+    bounds = SchedulerSettings(
+        max_running=ROWS, max_batched_tokens=BUDGET, max_length=127, finds_shared_prefixes=finds_shared_prefixes
+    )
+    scheduler = Scheduler(memory, bounds)
+    outputs: list[list[int]] = [[] for _ in SHARING]
+    for number, prompt in enumerate(SHARING):
+        message = Submit(number, "r", prompt, 12, SamplingParameters(temperature=0.0), [])
+        scheduler.add(Sequence.from_submit(message, 0, 0.0))
+    steps = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        ticket = executor.submit(plan)
+        steps += has_groups(plan)
+        committed = scheduler.commit(ticket.wait(), 0.0)
+        for number, token in zip(committed.sequence_ids.tolist(), committed.tokens.tolist(), strict=True):
+            outputs[number].append(token)
+    return [(prompt, output, steps) for prompt, output in zip(SHARING, outputs, strict=True)]
 
 
 def plain_logits(program: DeviceProgram, hidden: torch.Tensor, parameters: Any, step: Any) -> torch.Tensor:

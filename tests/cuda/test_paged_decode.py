@@ -35,16 +35,16 @@ def run(
     decode = PagedDecode(device.loader, case.pool, heads, shape=shape)
     if blocks is not None:
         decode._multiprocessors = blocks  # a grid of any size must do
-        decode._starts = torch.zeros(2 * 3 * blocks, 4, dtype=torch.int32, device=device.name)
+        decode._starts = torch.zeros(2 * 3 * blocks * 8, 4, dtype=torch.int32, device=device.name)
         decode._parts = torch.empty(2 * 3 * blocks, *decode._parts.shape[1:], device=device.name)
     decode._parts.fill_(float("nan"))
     q = torch.randn(len(lengths), heads * head_dim, generator=generator).to(dtype)
     outs = []
     for _ in range(2):
         out = torch.full_like(q, float("nan"), device=device.name)
-        decode.plan(device.stream, case.lengths, case.rows)
+        decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
         device.synchronize()  # the attention may begin before its predecessor has ended: that must not be the plan
-        decode(device.stream, 1, q.to(device.name), out, case.page_tables, case.rows, case.lengths)
+        decode(device.stream, 1, q.to(device.name), out, case.page_tables, len(lengths))
         device.synchronize()
         assert not decode.tickets().any()
         outs.append(out.cpu())
@@ -107,6 +107,28 @@ def test_every_grid(device, generator, blocks) -> None:
     assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY) < LIMIT
 
 
+@pytest.mark.parametrize(("lengths", "is_cut"), [([100, 1, 0, 300], False), ([100, 1, 0, 800], True)])
+def test_a_block_an_item_where_that_is_even(device, generator, lengths, is_cut) -> None:
+    """Few short sequences leave nothing to merge between blocks; a long one beside them is cut among all."""
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), lengths, device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, 3, shape=SOME)
+    decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
+    starts = decode._starts.view(-1, SOME.warps, 2, 4)[:, :, 0].cpu()  # (blocks, warps, 4)
+    pages = torch.zeros(len(lengths), dtype=torch.int64)
+    blocks_of: list[set[int]] = [set() for _ in lengths]
+    for block, warps in enumerate(starts.tolist()):
+        for sequence, item, page, count in warps:
+            assert item == 0
+            if sequence >= 0 and count:
+                blocks_of[sequence].add(block)
+                pages[sequence] += min(count, -(-lengths[sequence] // 16) - page)
+    assert blocks_of[2] == set()
+    assert (max(map(len, blocks_of)) > 1) == is_cut
+    if not is_cut:
+        assert pages.tolist() == [-(-length // 16) for length in lengths]
+        assert len(set.union(*blocks_of)) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 4, 128)])
 def test_large_and_ragged(device, generator, heads, kv_heads, head_dim) -> None:
@@ -126,7 +148,7 @@ def test_too_many_sequences_are_refused(device, generator) -> None:
     decode = PagedDecode(device.loader, case.pool, 1)
     many = torch.zeros(1025, dtype=torch.int32, device=device.name)
     with pytest.raises(ShapeMismatch, match="1025"):
-        decode.plan(device.stream, many, many)
+        decode.plan(device.stream, case.page_tables, many, many)
 
 
 @pytest.mark.gpu
@@ -153,9 +175,9 @@ def test_graph_replays_with_other_lengths(device, generator) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         stream = torch.cuda.current_stream().cuda_stream
-        decode.plan(stream, lengths, rows)
+        decode.plan(stream, tables, rows, lengths)
         out.fill_(float("nan"))  # a kernel must stand between the plan and what overlaps with its predecessor
-        decode(stream, 0, q, out, tables, rows, lengths)
+        decode(stream, 0, q, out, tables, capacity)
     for case, data in [*stored, *stored]:
         case.pool.data.copy_(data)
         load(case)

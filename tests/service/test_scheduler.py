@@ -85,9 +85,10 @@ def make(
     )
     if slots:
         memory.costs.copy_page_s = 1e-9  # swap is always worth it
-    scheduler = Scheduler(
-        memory, SchedulerSettings(max_running=rows, max_batched_tokens=max_batched_tokens, max_length=max_length)
+    bounds = SchedulerSettings(
+        max_running=rows, max_batched_tokens=max_batched_tokens, max_length=max_length, finds_shared_prefixes=True
     )
+    scheduler = Scheduler(memory, bounds)
     return Driver(scheduler, SimulatedExecutor(memory))
 
 
@@ -102,6 +103,23 @@ def test_one_sequence_ends_at_its_limit_with_its_own_tokens() -> None:
     assert driver.output[0] == expected_output(prompt_of(5), 7)
     assert driver.ended[0].reason == "length"
     assert driver.ended[0].output_tokens == 7
+
+
+def test_plans_name_who_begins_with_the_same_frames() -> None:
+    """One object while the same rows decode, so that an executor prepares once; another when one of them ends."""
+    driver = make()
+    for tail, max_tokens in ((1, 8), (2, 12), (3, 12)):
+        driver.submit([*prompt_of(9), tail], max_tokens)
+    driver.submit(prompt_of(9, salt=1), 12)
+    driver.run()
+    groups = [plan.groups for plan in driver.executor.plans if plan.decodes == len(plan.rows) == 4]
+    assert groups[0] is not None
+    assert groups[0].pages.tolist() == [2]  # pages of 4 tokens; the third has each one's own
+    assert len(groups[0].members) == 3
+    assert all(other is groups[0] for other in groups)
+    later = [plan.groups for plan in driver.executor.plans if plan.decodes == len(plan.rows) == 3]
+    assert len(later[0].members) == 2
+    assert driver.executor.plans[-1].groups is None or len(driver.executor.plans[-1].rows) > 1
 
 
 def test_an_end_token_ends_it_and_the_step_in_flight_leaves_no_trace() -> None:

@@ -390,6 +390,17 @@ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
     r[i] = pair[0] | (u32)pair[1] << 16;
   }
 }
+inline u32 transpose_matrix(u32 x) {
+  auto* lanes = emulator::exchange(&x, 4);
+  const int lane = threadIdx.x & 31;
+  u32 result = 0;
+  for (int h = 0; h < 2; ++h) {  // row lane / 4, column 2 (lane % 4) + h of the result
+    const int row = lane % 4 * 2 + h, column = lane / 4;
+    const u32 word = emulator::lane_value<u32>(lanes, row * 4 + column / 2);
+    result |= (word >> column % 2 * 16 & 0xffff) << h * 16;
+  }
+  return result;
+}
 template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
   float numbers[12];  // a0 low, a0 high, a1 low, ...

@@ -72,6 +72,7 @@ class SimulatedExecutor:
         self.check(plan)
         self.plans.append(plan)
         self.device.carry_out(plan.orders)
+        self.check_groups(plan)
         tokens = np.full(len(plan.rows), -1, np.int32)
         for place, row in enumerate(plan.rows.tolist()):
             ids = plan.token_ids[plan.query_starts[place] : plan.query_starts[place + 1]].astype(np.int64)
@@ -103,6 +104,21 @@ class SimulatedExecutor:
         assert (np.diff(plan.query_starts)[: plan.decodes] == 1).all()
         assert plan.samples[: plan.decodes].all()
         assert plan.query_starts[-1] == len(plan.token_ids)
+
+    def check_groups(self, plan: StepPlan) -> None:
+        """Members of a group decode, each in one group, and begin with the same frames, which are full."""
+        if plan.groups is None:
+            return
+        groups = plan.groups
+        assert len(np.unique(groups.members)) == len(groups.members)
+        assert (groups.members < plan.decodes).all()
+        for first, end, pages in zip(groups.starts[:-1], groups.starts[1:], groups.pages, strict=True):
+            members = groups.members[first:end]
+            assert len(members) > 1
+            assert pages > 0
+            assert (plan.starts[members] >= pages * self.device.memory.page_size).all()
+            tables = self.device.tables[plan.rows[members], :pages]
+            assert (tables == tables[0]).all()
 
     def close(self) -> None:
         self.is_closed = True
