@@ -1,6 +1,5 @@
 """The whole network over the CUDA kernels, from a plan to sampled tokens, against the CPU executor."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,13 +145,13 @@ NEAR_TIE_16_BITS = 0.3
 def test_sixteen_bit_tokens_differ_at_near_ties_only(
     name: str, dtype: torch.dtype, is_padded: bool, device: Any
 ) -> None:
-    """The tensor cores' kernels in the network: every greedy token is float32's best, or nearly."""
+    """The tensor cores' kernels in the network: every greedy token is float32's best, or nearly. Padded steps have too
+    many tokens for ThinLayers; of the others, those that only decode have few enough.
+    """
     config = CONFIGS[name]
-    if device.is_emulated and (dtype == torch.float16 or is_padded != name.startswith("Qwen3")):
+    if device.is_emulated and (dtype == torch.float16 or (is_padded and not name.startswith("Llama"))):
         pytest.skip("a minute of emulation: the GPU runs them all")
     executor = ProgramExecutor(device, config, dtype, is_padded=is_padded)
-    if device.is_emulated:  # torch has no product of 16-bit matrices into float32 on the CPU
-        executor.program.kernels.logits = partial(plain_logits, executor.program)  # type: ignore[method-assign]
     everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, arrive=2)
     exact = Network(config, spread(config, torch.float32, "cpu"))
     for sequence in everyone:
@@ -160,8 +159,3 @@ def test_sixteen_bit_tokens_differ_at_near_ties_only(
         scores = exact.logits(ids, [len(ids)])[len(sequence.prompt) - 1 : -1].log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(sequence.output)[:, None]).squeeze(1)
         assert (scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS
-
-
-def plain_logits(program: DeviceProgram, hidden: torch.Tensor, parameters: Any, step: Any) -> torch.Tensor:
-    last = hidden[program.state.last_query[: step.sequences].long()]
-    return last.float() @ parameters.head.weight.float().t()
