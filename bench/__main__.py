@@ -2,6 +2,7 @@
 
 throughput, latency, steady   the engine without HTTP (bench/offline.py)
 kernels                       the CUDA kernels alone
+thin                          the products of few rows, beside cuBLAS
 swap                          copies to host memory, and a workload in a pool that is too small
 peers                         every workload that a peer's numbers exist for, in one table
 cpu                           the whole server beside transformers, on the CPU
@@ -13,7 +14,7 @@ import importlib
 import sys
 
 OFFLINE = ("throughput", "latency", "steady")
-MODULES = ("kernels", "swap", "peers", "cpu", "mm", "simulate")
+MODULES = ("kernels", "thin", "swap", "peers", "cpu", "mm", "simulate")
 
 
 def main(arguments: list[str]) -> int:

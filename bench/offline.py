@@ -202,7 +202,7 @@ async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[
         )
         log = StepLog()
         began = time.perf_counter()
-        assembly = assemble(settings, folder, log)
+        assembly = assemble(settings, folder, log, thin_rows=args.thin_rows)
     runner = Runner(assembly, log)
     assembly.engine.open()
     loop = asyncio.create_task(assembly.engine.run())
@@ -213,6 +213,7 @@ async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[
                 "model": args.model or args.shape,
                 "device": assembly.device,
                 "dtype": assembly.dtype,
+                **({} if args.thin_rows is None else {"thin_rows": args.thin_rows}),
                 "frames": assembly.executor.frames,
                 "load_s": round(time.perf_counter() - began, 2),
             },
@@ -374,6 +375,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-lens", default="128,512,2048", help="of the latency bench, in tokens")
     parser.add_argument("--output-len", type=int, default=128, help="of the latency bench, in tokens")
     parser.add_argument("--sequences", default="1,64,256,1024", help="batch sizes of the steady bench")
+    parser.add_argument("--thin-rows", type=int, help="GPU steps of so many tokens take the thin kernels; 0: none does")
     parser.add_argument("--context", type=int, default=128, help="prompt length of the steady bench, in tokens")
     return parser
 

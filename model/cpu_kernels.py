@@ -22,6 +22,7 @@ from torch import Tensor
 from mm.addresses import BoolArray, Int32Array, Int64Array, pages_for
 from model.batch import ForwardBatch
 from model.config import ModelConfig
+from model.kernels import Kernels
 from model.kv_pool import KvPool
 from model.parameters import Linear, Parameters
 from model.rope import inverse_frequencies
@@ -51,7 +52,7 @@ class CpuStep:
     suspect: Tensor  # (T, 2, KH, D): 0, but NaN where a key or value of any layer so far was not finite
 
 
-class CpuKernels:
+class CpuKernels(Kernels[CpuStep]):
     """`model.kernels.Kernels` over a KvPool."""
 
     def __init__(self, config: ModelConfig, pool: KvPool) -> None:

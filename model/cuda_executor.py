@@ -28,7 +28,7 @@ from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
 from model.config import ModelConfig
-from model.cuda_kernels import CudaKernels, CudaStep
+from model.cuda_kernels import THIN_ROWS, CudaKernels, CudaStep
 from model.errors import OutOfDeviceMemory
 from model.parameters import Parameters
 from model.step_plan import RowSettings, StepPlan, StepResult
@@ -43,7 +43,7 @@ UPLOADED_CHANGES = 1 << 16
 once: then they go ahead, by an ordinary copy."""
 
 RESERVE_BYTES = 1 << 30
-"""Left free for cuBLAS workspaces, graphs and the driver."""
+"""Left free for cuBLAS workspaces, those of ThinLayers (some 20 MB), graphs and the driver."""
 
 GRAPH_SIZES: tuple[int, ...] = (
     1,
@@ -128,7 +128,9 @@ class DeviceProgram:
         max_pages: int,
         max_tokens: int,
         page_locked: bool,
+        thin_rows: int = THIN_ROWS,
     ) -> None:
+        """thin_rows: as for CudaKernels."""
         device = parameters.embedding.device
         layout = FrameLayout(config.layers, config.kv_heads, config.head_dim, parameters.embedding.dtype)
         words = words_for(
@@ -155,7 +157,7 @@ class DeviceProgram:
             buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_running)
             frames = _frames_that_fit(layout, utilization, buffers, max_running * max_pages)
         self.pool = FramePool(layout, frames, device)
-        self.kernels = CudaKernels(config, loader, self.pool, self.state)
+        self.kernels = CudaKernels(config, loader, self.pool, self.state, thin_rows=thin_rows)
         self._parameters = parameters
         self._groups: SharedPrefixes | None = None  # those of the last plan that had some
         self._groups_pay = False  # and are in shared_prefix.state
@@ -241,10 +243,11 @@ class CudaExecutor:
         max_batched_tokens: int,
         swap_bytes: int = 0,
         graphs: bool = True,
+        thin_rows: int = THIN_ROWS,
     ) -> None:
         """max_running: Sequences in a step; max_rows: those, and the ones that are swapped out. frames: of the pool;
         None: as `utilization` of the device's memory holds and max_rows x max_pages can use. swap_bytes: of the swap
-        area, which is at most as large as the pool.
+        area, which is at most as large as the pool. thin_rows: steps of at most so many tokens take ThinLayers.
 
         Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
         """
@@ -265,6 +268,7 @@ class CudaExecutor:
                 max_pages=max_pages,
                 max_tokens=max(max_batched_tokens, max_running),
                 page_locked=True,
+                thin_rows=thin_rows,
             )
             self.results = self._program.results
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes

@@ -1,5 +1,7 @@
 """The network's kernels on a GPU: the launchers of `cuda/`, cuBLAS through torch for the matrices, and their buffers.
 
+Steps of few tokens are bound by reading the weights and by the number of kernels: `ThinLayers` has fewer.
+
 Every result lives in a buffer that is allocated once, for the largest step: the memory a step needs is known when the
 pool is sized, and a captured graph's addresses stay valid.
 """
@@ -20,8 +22,13 @@ from cuda.scatter import DeviceState
 from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
 from model.config import ModelConfig
-from model.parameters import Linear, Parameters
+from model.kernels import Kernels
+from model.parameters import LayerParameters, Linear, Parameters
 from model.rope import inverse_frequencies
+from model.thin_layers import ThinLayers
+
+THIN_ROWS = 16
+"""Steps of so many tokens run by `ThinLayers`, larger ones by cuBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,19 @@ class CudaStep:
     has_groups: bool = False  # decodes begin with what CudaKernels.shared_prefix holds
 
 
-class CudaKernels:
+class CudaKernels(Kernels[CudaStep]):
     """`model.kernels.Kernels` over a FramePool. One step at a time, on one stream."""
 
-    def __init__(self, config: ModelConfig, loader: KernelLoader, pool: FramePool, state: DeviceState) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: KernelLoader,
+        pool: FramePool,
+        state: DeviceState,
+        *,
+        thin_rows: int = THIN_ROWS,
+    ) -> None:
+        """thin_rows: steps of at most so many tokens take ThinLayers; 0: none does."""
         self._config = config
         self._state = state
         self._stream = 0  # of the step that was planned last
@@ -52,6 +68,9 @@ class CudaKernels:
         self._silu_mul = SiluMul(loader, dtype, config.intermediate)
         self._is_exact = dtype == torch.float32
         self.shared_prefix: SharedPrefix | None = None
+        self._thin: ThinLayers | None = None
+        if thin_rows and not self._is_exact:
+            self._thin = ThinLayers(config, loader, pool, state, cosines, sines, rows=thin_rows)
         if self._is_exact:
             self._exact = PagedAttentionF32(loader, pool, config.heads)
         else:
@@ -95,6 +114,8 @@ class CudaKernels:
         """cuBLAS takes weights as they are."""
 
     def embed(self, embedding: Tensor, step: CudaStep) -> Tensor:
+        if (thin := self._thin_for(step.tokens)) is not None:
+            return thin.embed(step.stream, embedding, step.tokens)
         out = self._embedded[: step.tokens]
         return torch.index_select(embedding, 0, self._state.token_ids[: step.tokens], out=out)
 
@@ -141,13 +162,39 @@ class CudaKernels:
         self._silu_mul(self._stream, gate_up, out)
         return out
 
+    def queries(
+        self, x: Tensor, residual: Tensor | None, layer: LayerParameters, index: int, step: CudaStep
+    ) -> tuple[Tensor, Tensor]:
+        if (thin := self._thin_for(step.tokens)) is None:
+            return super().queries(x, residual, layer, index, step)
+        if layer.q_norm is None:
+            queries = self._queries[: step.tokens]
+            thin.append(step.stream, layer, index, queries)
+            return queries, x
+        qkv = self._products[layer.qkv.weight.shape[0]][: step.tokens]
+        thin.project(step.stream, layer, qkv)
+        return self.append(qkv, index, layer.q_norm, layer.k_norm, step), x
+
+    def feed_forward(
+        self, x: Tensor, residual: Tensor, layer: LayerParameters, step: CudaStep
+    ) -> tuple[Tensor, Tensor | None]:
+        if (thin := self._thin_for(step.tokens)) is None:
+            return super().feed_forward(x, residual, layer, step)
+        return thin.feed_forward(step.stream, x, layer, self._gated[: step.tokens]), None
+
+    def _thin_for(self, rows: int) -> ThinLayers | None:
+        return self._thin if self._thin is not None and rows <= self._thin.rows else None
+
     # --- the end of a step
 
     def logits(self, hidden: Tensor, parameters: Parameters, step: CudaStep) -> Tensor:
         """(sequences, V) float32, of each sequence's last token."""
+        out = self._logits[: step.sequences]
+        if (thin := self._thin_for(step.sequences)) is not None:
+            thin.logits(step.stream, hidden, parameters.head.weight, out)
+            return out
         last = self._last[: step.sequences]
         torch.index_select(hidden, 0, self._state.last_query[: step.sequences], out=last)
-        out = self._logits[: step.sequences]
         weight = parameters.head.weight.t()
         if self._is_exact:
             return torch.mm(last, weight, out=out)

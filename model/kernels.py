@@ -1,13 +1,18 @@
 """What the network needs computed, as a Protocol: `cpu_kernels` is torch on the CPU, `cuda_kernels` launches `cuda/`.
 
-The methods are coarse on purpose: each is one kernel on a GPU, and a handful of torch operators on the CPU.
+The network (`model.transformer`) calls the coarse methods, `queries` and `feed_forward`. Their plain form stands here
+and composes the others, each of which is one kernel on a GPU and a handful of torch operators on the CPU; an
+implementation that has fewer kernels for the same replaces them.
+
+The residual stream is x + residual, or x alone where residual is None: an addition waits for the norm that follows it,
+because the two are one kernel.
 """
 
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from model.parameters import Linear, Parameters
+from model.parameters import LayerParameters, Linear, Parameters
 
 Step = TypeVar("Step", contravariant=True)
 """All that one step's kernels read besides weights and pool: each implementation has its own class (`CpuStep`)."""
@@ -49,3 +54,25 @@ class Kernels(Protocol[Step]):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: (T, 2 I) -> (T, I)."""
         ...
+
+    # --- parts of a layer
+
+    def queries(
+        self, x: Tensor, residual: Tensor | None, layer: LayerParameters, index: int, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, project, rotate, write keys and values. Returns the queries (T, H, D), and the stream for
+        `feed_forward` to add to.
+        """
+        x, residual = self.rms_norm(x, residual, layer.input_norm)  # (T, hidden) both
+        qkv = self.linear(x, layer.qkv)  # (T, (H + 2 KH) D)
+        return self.append(qkv, index, layer.q_norm, layer.k_norm, step), residual
+
+    def feed_forward(
+        self, x: Tensor, residual: Tensor, layer: LayerParameters, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention's output matrix over x (T, H D), then the feed-forward network, each added to the stream
+        `residual`. Returns the stream.
+        """
+        x, residual = self.rms_norm(self.linear(x, layer.output), residual, layer.mlp_norm)  # (T, hidden) both
+        gate_up = self.linear(x, layer.gate_up)  # (T, 2 I)
+        return self.linear(self.silu_mul(gate_up), layer.down), residual  # (T, hidden) both

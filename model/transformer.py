@@ -5,6 +5,7 @@ What differs between architectures is in the parameters (a bias or a norm is the
 
     x ─ norm ─ qkv ─ (norm) rotate, write K V ─ attention ─ output ─ + ─ norm ─ gate, up ─ silu ─ down ─ + ─▶ next layer
      └──────────────────────── residual ─────────────────────────────┘ └─────────── residual ──────────┘
+          `queries` ······················ `attention`   `feed_forward` ································
 """
 
 from typing import TypeVar
@@ -19,17 +20,12 @@ Step = TypeVar("Step")
 
 def forward(parameters: Parameters, step: Step, kernels: Kernels[Step]) -> Tensor:
     """Run all layers over a step's tokens; writes their keys and values. Returns the last hidden states (T, hidden)."""
-    residual = None
-    x = kernels.embed(parameters.embedding, step)  # (T, hidden)
+    x: Tensor = kernels.embed(parameters.embedding, step)  # (T, hidden)
+    residual: Tensor | None = None  # the stream is x + residual: see model.kernels
     for index, layer in enumerate(parameters.layers):
-        x, residual = kernels.rms_norm(x, residual, layer.input_norm)  # (T, hidden) both
-        qkv = kernels.linear(x, layer.qkv)  # (T, (H + 2 KH) D)
-        q = kernels.append(qkv, index, layer.q_norm, layer.k_norm, step)  # (T, H, D)
+        q, residual = kernels.queries(x, residual, layer, index, step)  # (T, H, D), keys and values are written
         x = kernels.attention(q, index, step)  # (T, H D)
-        x = kernels.linear(x, layer.output)  # (T, hidden)
-        x, residual = kernels.rms_norm(x, residual, layer.mlp_norm)  # (T, hidden) both
-        gate_up = kernels.linear(x, layer.gate_up)  # (T, 2 I)
-        x = kernels.linear(kernels.silu_mul(gate_up), layer.down)  # (T, hidden)
+        x, residual = kernels.feed_forward(x, residual, layer, step)  # (T, hidden)
     x, _ = kernels.rms_norm(x, residual, parameters.norm)  # (T, hidden)
     return x
 

@@ -44,8 +44,17 @@ class Assembly:
     weights_bytes: int
 
 
-def assemble(settings: Settings, folder: Path, observer: EngineObserver, report: Report | None = None) -> Assembly:
+def assemble(
+    settings: Settings,
+    folder: Path,
+    observer: EngineObserver,
+    report: Report | None = None,
+    *,
+    thin_rows: int | None = None,
+) -> Assembly:
     """Load the model in `folder` and build everything around it. Takes seconds; the engine is not running yet.
+
+    thin_rows: of the CUDA executor, for measurements: no setting of a server. None: as the executor likes best.
 
     Raises: model.errors.ModelError for the model; ConfigurationError for settings that cannot work with it.
     """
@@ -64,7 +73,12 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
     else:
         parameters = load_parameters(folder, config, dtype, device, report)
     weights_bytes = parameters.size_bytes()
-    executor = (_cuda_executor if on_gpu else _cpu_executor)(settings, config, parameters, sizes)
+    if on_gpu:
+        executor = _cuda_executor(settings, config, parameters, sizes, thin_rows)
+    elif thin_rows is None:
+        executor = _cpu_executor(settings, config, parameters, sizes)
+    else:
+        raise ConfigurationError("thin_rows belongs to the CUDA kernels: on a CPU there are none")
     memory = MemoryManager(
         frames=executor.frames,
         max_rows=sizes.rows,
@@ -136,9 +150,13 @@ def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _cuda_executor(settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes) -> Executor:
+def _cuda_executor(
+    settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes, thin_rows: int | None
+) -> Executor:
     check_cuda_namespace()
-    from model.cuda_executor import CudaExecutor  # imports CuPy and the kernels' loader: absent where there is no GPU
+    # imports CuPy and the kernels' loader: absent where there is no GPU
+    from model.cuda_executor import CudaExecutor
+    from model.cuda_kernels import THIN_ROWS
 
     if settings.page_size != PAGE_SIZE:
         raise ConfigurationError(f"page_size is {settings.page_size}: the CUDA kernels take {PAGE_SIZE}")
@@ -155,6 +173,7 @@ def _cuda_executor(settings: Settings, config: ModelConfig, parameters: Paramete
         max_pages=sizes.pages,
         max_batched_tokens=sizes.tokens,
         swap_bytes=_host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes,
+        thin_rows=THIN_ROWS if thin_rows is None else thin_rows,
     )
 
 

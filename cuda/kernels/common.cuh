@@ -18,6 +18,31 @@ template <int D> __device__ __forceinline__ int blob_offset(int token, int chunk
 }
 __device__ __forceinline__ int pages_of(int tokens) { return (tokens + PAGE_SIZE - 1) / PAGE_SIZE; }
 
+// Byte offset in a page of dim d of token `token`; d + 1 lies beside an even d
+template <class E, int D> __device__ __forceinline__ int page_offset(int token, int d) {
+  if constexpr (sizeof(E) == 4) return (token * D + d) * 4;
+  else return blob_offset<D>(token, d >> 3) + (d & 7) * 2;
+}
+
+// ---- the NaN rule: only finite keys and values are ever written (docs/kv-layout.md) ---------------------------------
+template <class E> constexpr float LARGEST = 0.f;
+template <> constexpr float LARGEST<bf16> = 3.3895313892515355e38f;
+template <> constexpr float LARGEST<fp16> = 65504.f;
+template <> constexpr float LARGEST<float> = 3.4028234663852886e38f;
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST<float>; }
+template <class E> __device__ __forceinline__ float clamp_finite(float x) {
+  return x != x ? 0.f : fminf(fmaxf(x, -LARGEST<E>), LARGEST<E>);
+}
+
+// ---- one number of 16 bits ------------------------------------------------------------------------------------------
+template <class E> __device__ __forceinline__ float load_number(const E* p) {
+  return unpack2<E>(load_ordered((const u16*)p)).x;
+}
+template <class E> __device__ __forceinline__ void store_number(E* p, float x) {
+  *(u16*)p = (u16)pack2<E>(x, 0.f);
+}
+
 // ---- 16 bytes at a time: 8 numbers of 16 bits, or 4 of float32 -----------------------------------------------------
 template <class E> constexpr int CHUNK = 16 / (int)sizeof(E);
 

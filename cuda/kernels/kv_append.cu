@@ -13,11 +13,6 @@
 // heads a warp.
 #include "common.cuh"
 
-template <class E> constexpr float LARGEST = 0.f;
-template <> constexpr float LARGEST<bf16> = 3.3895313892515355e38f;
-template <> constexpr float LARGEST<fp16> = 65504.f;
-template <> constexpr float LARGEST<float> = 3.4028234663852886e38f;
-
 struct Quad {  // four numbers of one lane: the pair (2l, 2l + 1) of the first half, and that of the second
   float first[2], second[2];
 };
@@ -36,18 +31,6 @@ template <class E> __device__ __forceinline__ void store_pair(void* p, const flo
   if constexpr (sizeof(E) == 4) *(float2*)p = make_float2(x[0], x[1]);
   else *(u32*)p = pack2<E>(x[0], x[1]);
 }
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST<float>; }
-
-template <class E> __device__ __forceinline__ float clamp_finite(float x) {
-  return x != x ? 0.f : fminf(fmaxf(x, -LARGEST<E>), LARGEST<E>);
-}
-
-// Where dims (d, d + 1) of token `token` lie in a page
-template <class E, int D> __device__ __forceinline__ int page_offset(int token, int d) {
-  if constexpr (sizeof(E) == 4) return (token * D + d) * 4;
-  else return blob_offset<D>(token, d >> 3) + (d & 7) * 2;
-}
-
 template <class E, int D>
 __global__ void __launch_bounds__(256) kv_append(
     const E* qkv, E* q_out, const E* q_weight, const E* k_weight, const float* __restrict__ cosines,

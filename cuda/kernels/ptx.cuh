@@ -48,6 +48,11 @@ template <> __device__ __forceinline__ float2 unpack2<fp16>(u32 pair) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 // A plain or __restrict__ load may be hoisted above wait_for_previous_kernel(); this one may not.
+__device__ __forceinline__ u16 load_ordered(const u16* p) {
+  u16 r;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
+  return r;
+}
 __device__ __forceinline__ u32 load_ordered(const u32* p) {
   u32 r;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");

@@ -25,6 +25,16 @@ from cuda.sample import Sample, StepResults
 from cuda.scatter import DeviceState, Scatter
 from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
+from cuda.thin_linear import (
+    ROW_CLASSES,
+    ThinAdd,
+    ThinAppend,
+    ThinEmbed,
+    ThinGate,
+    ThinLogits,
+    ThinProduct,
+    ThinWorkspace,
+)
 
 MANY_BLOCKS = {
     f"paged_decode<{e}, {d}, {g}, 4, {256 // d}>" for e in ("bf16", "fp16") for d in (64, 128) for g in (4, 8)
@@ -78,6 +88,15 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
                 PagedDecode(loader, pool, heads)
             if SharedPrefix.is_possible(loader, dtype):
                 SharedPrefix(loader, pool, 4, 1)
+            work = ThinWorkspace("cpu")
+            most = {"rows": ROW_CLASSES[-1] if dtype == torch.bfloat16 else 1}  # 30 kernels a dtype take half a minute
+            ThinEmbed(loader, dtype, 576)
+            ThinAppend(loader, work, pool, 4, 576, angles, angles, **most)
+            for inputs in (576, 16384):
+                ThinProduct(loader, work, dtype, 960, inputs, **most)
+                ThinAdd(loader, work, dtype, 576, inputs, **most)
+                ThinGate(loader, work, dtype, 1536, inputs, **most)
+                ThinLogits(loader, work, dtype, 1000, inputs, **most)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
     Scatter(loader, state)
     Sample(loader, state, StepResults(1, 1, page_locked=False), 8)

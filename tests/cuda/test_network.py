@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,13 +151,13 @@ NEAR_TIE_16_BITS = 0.3
 def test_sixteen_bit_tokens_differ_at_near_ties_only(
     name: str, dtype: torch.dtype, is_padded: bool, device: Any
 ) -> None:
-    """The tensor cores' kernels in the network: every greedy token is float32's best, or nearly."""
+    """The tensor cores' kernels in the network: every greedy token is float32's best, or nearly. Padded steps have too
+    many tokens for ThinLayers; of the others, those that only decode have few enough.
+    """
     config = CONFIGS[name]
-    if device.is_emulated and (dtype == torch.float16 or is_padded != name.startswith("Qwen3")):
+    if device.is_emulated and (dtype == torch.float16 or (is_padded and not name.startswith("Llama"))):
         pytest.skip("a minute of emulation: the GPU runs them all")
     executor = ProgramExecutor(device, config, dtype, is_padded=is_padded)
-    if device.is_emulated:  # torch has no product of 16-bit matrices into float32 on the CPU
-        executor.program.kernels.logits = partial(plain_logits, executor.program)  # type: ignore[method-assign]
     everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, arrive=2)
     exact = Network(config, spread(config, torch.float32, "cpu"))
     for sequence in everyone:
@@ -180,8 +179,6 @@ def test_shared_prefixes_change_no_token_but_near_ties(device: Any) -> None:
     for finds in (True, False):
         executor = ProgramExecutor(device, config, torch.bfloat16)
         program = executor.program
-        if device.is_emulated:
-            program.kernels.logits = partial(plain_logits, program)  # type: ignore[method-assign]
         accept_all_groups(program)
         for prompt, output, steps in scheduled(executor, program.has_groups, finds_shared_prefixes=finds):
             assert is_near_best(exact, prompt, output)
@@ -276,8 +273,3 @@ def scheduled(
         for number, token in zip(committed.sequence_ids.tolist(), committed.tokens.tolist(), strict=True):
             outputs[number].append(token)
     return [(prompt, output, steps) for prompt, output in zip(SHARING, outputs, strict=True)]
-
-
-def plain_logits(program: DeviceProgram, hidden: torch.Tensor, parameters: Any, step: Any) -> torch.Tensor:
-    last = hidden[program.state.last_query[: step.sequences].long()]
-    return last.float() @ parameters.head.weight.float().t()

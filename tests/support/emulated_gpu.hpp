@@ -348,6 +348,7 @@ template <> inline float number<bf16>(u16 bits) { return bits_as<float>((u32)bit
 template <> inline float number<fp16>(u16 bits) { return (float)bits_as<_Float16>(bits); }
 template <class E> u32 pack2(float low, float high) { return round_number<E>(low) | (u32)round_number<E>(high) << 16; }
 template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), number<E>((u16)(pair >> 16))}; }
+inline u16 load_ordered(const u16* p) { return *p; }
 inline u32 load_ordered(const u32* p) { return *p; }
 inline uint4 load_ordered(const uint4* p) { return *p; }
 inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
