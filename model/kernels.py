@@ -1,6 +1,7 @@
-"""What the network needs computed, as a Protocol: `cpu_kernels` is torch on the CPU, `cuda_kernels` launches `cuda/`.
+"""What the network needs computed, as a Protocol: `native_kernels` is C++ and `cpu_kernels` torch on the
+CPU, `cuda_kernels` launches `cuda/`.
 
-The methods are coarse on purpose: each is one kernel on a GPU, and a handful of torch operators on the CPU.
+The methods are coarse on purpose: each is one kernel on a GPU and in C++, and a handful of operators in torch.
 """
 
 from typing import Protocol, TypeVar
