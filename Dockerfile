@@ -26,7 +26,7 @@ RUN pip install "$(grep '^torch==' constraints.txt)"
 COPY . .
 RUN pip install -c constraints.txt ".[cuda]"
 
-# ---- what runs: no compiler, no sources
+# ---- what runs: no sources; on a GPU no compiler either (NVRTC is a library)
 FROM python:${PYTHON_VERSION}-slim AS run
 RUN useradd --uid 10001 --create-home --home-dir /home/pagewalk pagewalk \
     && install -d -o pagewalk -g pagewalk /cache
@@ -46,7 +46,12 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
 ENTRYPOINT ["pagewalk"]
 CMD ["serve"]
 
+# The CPU kernels are compiled at the first start, for the processor that is there, and kept in /cache.
 FROM run AS cpu
+USER 0
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+USER 10001
 ENV PAGEWALK_DEVICE=cpu
 COPY --from=build-cpu /opt/pagewalk /opt/pagewalk
 

@@ -14,7 +14,8 @@ TORCH_INDEX ?=
 # Processes that share the tests: each loads torch, so more than there are cores only costs memory.
 WORKERS ?= 2
 
-# The C library asks the kernel for huge pages: a step on the CPU reads all weights, and looks up fewer addresses (-10 %).
+# The C library asks the kernel for huge pages: a step on the CPU reads the keys and values of all its rows, scattered over
+# the pool, and with torch's kernels all weights (those of the native kernels lie in huge pages anyway).
 HUGE_PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 BIN := $(VENV)/bin

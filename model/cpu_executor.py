@@ -8,6 +8,7 @@ Trap: OpenMP threads that spin while they wait make steps 5-20 times slower on a
 point sets OMP_WAIT_POLICY=PASSIVE before torch is imported; afterwards it is too late.
 """
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -22,13 +23,13 @@ from mm.backing_store import BackingStore
 from mm.page_copies import MemoryOrders, SwapOrders
 from model.batch import forward_batch
 from model.config import ModelConfig
-from model.cpu_kernels import CpuKernels, failed_rows
+from model.cpu_kernels import CpuKernels
 from model.cpu_threads import ThreadCounts, choose_threads, usable_cores
 from model.kv_pool import KvPool, frame_bytes
+from model.native_kernels import NativeKernels
 from model.parameters import Parameters
 from model.sampler import SamplingRows, sample
 from model.step_plan import StepPlan, StepResult
-from model.transformer import forward, logits
 
 
 class CpuTicket:
@@ -72,9 +73,11 @@ class CpuExecutor:
         page_size: int = PAGE_SIZE,
         threads: int | None = None,
         slots: int = 0,
+        native: ctypes.CDLL | None = None,
     ) -> None:
         """frames: of the pool; max_rows: Sequences that run at once; max_pages: of one Sequence; threads: None to
-        choose by measurement (`model.cpu_threads`); slots: frames that fit into the swap area.
+        choose by measurement (`model.cpu_threads`); slots: frames that fit into the swap area; native: the compiled
+        kernels (`model.native_library.load`), None to compute in torch.
         """
         dtype = parameters.embedding.dtype
         self.frames = frames
@@ -85,7 +88,7 @@ class CpuExecutor:
         self._store = BackingStore(slots, self.frame_bytes, page_locked=False)
         self._moved: deque[tuple[int, bool]] = deque()
         self._parameters = parameters
-        self._kernels = CpuKernels(config, self.pool)
+        self._kernels = CpuKernels(config, self.pool) if native is None else NativeKernels(config, self.pool, native)
         self._tables = np.zeros((max_rows, max_pages), np.int32)
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._settings = SamplingRows.greedy(max_rows)
@@ -131,6 +134,7 @@ class CpuExecutor:
             self._closed = True
             self._queue.put(None)
         self._worker.join()
+        self._kernels.close()
 
     # --- In the worker thread ----------------------------------------------------------------------------------------
 
@@ -196,12 +200,9 @@ class CpuExecutor:
             return StepResult(tokens, np.zeros(len(plan.rows), np.bool_))
 
         batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
-        step = self._kernels.step(batch)
-        hidden = forward(self._parameters, step, self._kernels)  # (T, hidden)
-        failed = failed_rows(step, hidden)
-        if plan.samples.any():  # only rows that sample go through the output matrix
+        scores, failed = self._kernels.compute(batch)  # (N, V), (S,)
+        if plan.samples.any():
             rows = plan.rows[plan.samples]
-            scores = logits(self._parameters, hidden[batch.sampled], self._kernels)  # (N, V)
             sampled, bad = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
             tokens[plan.samples] = sampled.numpy()
             failed[plan.samples] |= bad.numpy()

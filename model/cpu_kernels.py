@@ -1,5 +1,5 @@
 """The network's kernels in torch, for the CPU: plain operators, arranged so that no Python loop runs over Sequences x
-layers in decode.
+layers in decode. They serve where `model.native_kernels` cannot be compiled, and for float16.
 
 **Paged attention.** Decodes of Sequences of like length go together: one gather brings the frames of all their rows
 into one buffer, (2, S, KH, N, D), and one scaled_dot_product_attention reads it. The query heads that share a key head
@@ -26,6 +26,7 @@ from model.kernels import Kernels
 from model.kv_pool import KvPool
 from model.parameters import Linear, Parameters
 from model.rope import inverse_frequencies
+from model.transformer import forward, logits
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class CpuKernels(Kernels[CpuStep]):
         self._dtype = pool.data.dtype
         self._norm_eps = torch.tensor(config.norm_eps)
         self._packs = _can_pack(self._dtype)
+        self._parameters: Parameters | None = None
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 
@@ -75,6 +77,7 @@ class CpuKernels(Kernels[CpuStep]):
         """Norms become float32, because torch multiplies bfloat16 by a broadcast vector eight times slower. Every
         matrix is repacked for oneDNN and its plain form released; the embedding stays, it is looked up by row.
         """
+        self._parameters = parameters
         parameters.norm = parameters.norm.float()
         for layer in parameters.layers:
             layer.input_norm, layer.mlp_norm = layer.input_norm.float(), layer.mlp_norm.float()
@@ -86,6 +89,22 @@ class CpuKernels(Kernels[CpuStep]):
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 linear.weight = _packed(linear.weight)
         parameters.head.weight = _packed(parameters.head.weight)
+
+    # --- A step ------------------------------------------------------------------------------------------------------
+
+    def compute(self, batch: ForwardBatch) -> tuple[Tensor, BoolArray]:
+        """Run the network.
+
+        Returns ((N, V) float32 logits of the tokens `batch.sampled`; (S,) whether the row failed (`failed_rows`)).
+        """
+        assert self._parameters is not None, "prepare comes first"
+        step = self.step(batch)
+        hidden = forward(self._parameters, step, self)  # (T, hidden)
+        scores = logits(self._parameters, hidden[batch.sampled], self)  # only rows that sample need the output matrix
+        return scores, failed_rows(step, hidden)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def embed(self, embedding: Tensor, step: CpuStep) -> Tensor:
         return embedding[step.batch.token_ids]

@@ -29,5 +29,9 @@ class OutOfDeviceMemory(ModelError):
     """The device has no room for what must be on it."""
 
 
+class NoNativeKernels(ModelError):
+    """There is no C++ compiler, it failed, or what it wrote cannot be loaded."""
+
+
 class UnsupportedFeature(ModelError):
     """config.json asks for a variant that would be computed wrongly, so it is refused."""

@@ -1,8 +1,9 @@
-"""What the network needs computed, as a Protocol: `cpu_kernels` is torch on the CPU, `cuda_kernels` launches `cuda/`.
+"""What the network needs computed, as a Protocol: `native_kernels` is C++ and `cpu_kernels` torch on the CPU,
+`cuda_kernels` launches `cuda/`.
 
 The network (`model.transformer`) calls the coarse methods, `queries` and `feed_forward`. Their plain form stands here
-and composes the others, each of which is one kernel on a GPU and a handful of torch operators on the CPU; an
-implementation that has fewer kernels for the same replaces them.
+and composes the others, each of which is one kernel on a GPU and in C++, and a handful of torch operators on the CPU;
+an implementation that has fewer kernels for the same replaces them.
 
 The residual stream is x + residual, or x alone where residual is None: an addition waits for the norm that follows it,
 because the two are one kernel.

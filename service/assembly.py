@@ -3,26 +3,33 @@
 One place, so that the server, `pagewalk check` and the benchmarks run the very same thing. Importing it imports torch.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 
 from mm import PAGE_SIZE, MemoryManager, OvercommitMode, pages_for
 from model.config import ModelConfig, read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.cuda_namespace import check_cuda_namespace
+from model.errors import NoNativeKernels
 from model.executor import Executor
 from model.kv_pool import frame_bytes
 from model.loader import load_parameters, random_parameters
+from model.native_kernels import DTYPES as NATIVE_DTYPES
+from model.native_library import load as load_native
 from model.parameters import Parameters
 from service.engine import Engine, EngineObserver
 from service.engine_client import Limits, LocalEngineClient
 from service.errors import ConfigurationError
 from service.scheduler import Scheduler, SchedulerSettings
 from service.settings import Settings
+
+log = structlog.get_logger("pagewalk.assembly")
 
 Report = Callable[[int, int], None]
 """Progress of loading: report(done_bytes, total_bytes)."""
@@ -41,6 +48,7 @@ class Assembly:
     client: LocalEngineClient
     device: str
     dtype: str
+    kernels: str  # "cuda", "native" or "torch"
     weights_bytes: int
 
 
@@ -68,15 +76,17 @@ def assemble(
     dtype = _device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
     max_length = _max_length(settings.max_model_len, config)
     sizes = _sizes(settings, max_length, on_gpu=on_gpu)
+    native = None if on_gpu else _native_kernels(settings, dtype)  # before the weights: a bad setting fails at once
     if settings.load_format == "dummy":
         parameters = random_parameters(config, dtype, device, settings.seed)
     else:
         parameters = load_parameters(folder, config, dtype, device, report)
     weights_bytes = parameters.size_bytes()
+    executor: Executor
     if on_gpu:
         executor = _cuda_executor(settings, config, parameters, sizes, thin_rows)
     elif thin_rows is None:
-        executor = _cpu_executor(settings, config, parameters, sizes)
+        executor = _cpu_executor(settings, config, parameters, sizes, native)
     else:
         raise ConfigurationError("thin_rows belongs to the CUDA kernels: on a CPU there are none")
     memory = MemoryManager(
@@ -111,6 +121,7 @@ def assemble(
         client=client,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
+        kernels="cuda" if on_gpu else "torch" if native is None else "native",
         weights_bytes=weights_bytes,
     )
 
@@ -184,7 +195,33 @@ def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, pag
     return size_bytes // one
 
 
-def _cpu_executor(settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes) -> Executor:
+def _native_kernels(settings: Settings, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled CPU kernels, or None for torch's; that it is torch's without having been asked for is logged.
+
+    Raises: ConfigurationError if --cpu-kernels native cannot be.
+    """
+    if settings.cpu_kernels == "torch":
+        return None
+    try:
+        if dtype not in NATIVE_DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            raise NoNativeKernels(f"the CPU kernels compute in float32 or bfloat16, and --dtype is {name}")
+        folder = None if settings.model_cache is None else Path(settings.model_cache)
+        return load_native(cache_folder=folder, report=log.info)
+    except NoNativeKernels as error:
+        if settings.cpu_kernels == "native":
+            raise ConfigurationError(f"--cpu-kernels native: {error}") from error
+        log.warning(
+            "the CPU kernels are not in use: computing with PyTorch's operators, half as fast",
+            reason=str(error),
+            to_silence="--cpu-kernels torch",
+        )
+        return None
+
+
+def _cpu_executor(
+    settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes, native: ctypes.CDLL | None
+) -> Executor:
     frames = _frames_in(settings.kv_cache_memory_bytes or CPU_KV_BYTES, config, parameters, settings.page_size)
     frames = min(frames, sizes.running * sizes.pages)  # more could never be used
     size = frame_bytes(config, parameters.embedding.dtype, settings.page_size)
@@ -197,6 +234,7 @@ def _cpu_executor(settings: Settings, config: ModelConfig, parameters: Parameter
         slots=(settings.swap_memory_bytes or 0) // size,
         page_size=settings.page_size,
         threads=settings.threads,
+        native=native,
     )
 
 

@@ -87,6 +87,7 @@ class ServedFacts:
         *,
         model_name: str,
         dtype: str,
+        kernels: str,
         page_size: int,
         frames: int,
         gpu_memory_utilization: float,
@@ -96,6 +97,7 @@ class ServedFacts:
     ) -> None:
         self.snapshot = snapshot
         self.tier = tier
+        self.engine = {"kernels": kernels, "dtype": dtype}
         self.labels = {"model_name": model_name, "engine": "0"}
         self.cache = {
             "block_size": str(page_size),
@@ -237,6 +239,9 @@ class Metrics(Collector):
 
     def _own_engine(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
         memory, counters = snapshot.memory, snapshot.counters
+        engine = GaugeMetricFamily("pagewalk_engine_info", "What computes, and in what", labels=list(facts.engine))
+        engine.add_metric(list(facts.engine.values()), 1)
+        yield engine
         frames = GaugeMetricFamily("pagewalk_kv_frames", "Page frames by state", labels=["state"])
         frames.add_metric(["free"], memory.free_frames)
         frames.add_metric(["cached"], memory.cached_frames)

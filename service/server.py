@@ -156,6 +156,7 @@ class Server:
             ServedFacts(
                 model_name=names[0],
                 dtype=assembly.dtype,
+                kernels=assembly.kernels,
                 page_size=settings.page_size,
                 frames=assembly.executor.frames,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -188,6 +189,7 @@ class Server:
             model=loaded.name,
             device=assembly.device,
             dtype=assembly.dtype,
+            kernels=assembly.kernels,
             url=self._url(),
             admin=f"http://{_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
             max_model_len=limits.max_model_len,
@@ -272,7 +274,11 @@ async def check(settings: Settings) -> str:
         if not tokens.done():
             await running
         text = loaded.tokenizer.decode(tokens.result(), skip_special_tokens=True)
-        place = f"{loaded.assembly.dtype} on {loaded.assembly.device}, {loaded.assembly.executor.frames} frames"
+        assembly = loaded.assembly
+        where = (
+            assembly.device if assembly.device == assembly.kernels else f"{assembly.device}, {assembly.kernels} kernels"
+        )
+        place = f"{assembly.dtype} on {where}, {assembly.executor.frames} frames"
         return f"{loaded.name} works ({place}): The capital of France is{text!r}"
     except RuntimeError as error:
         cause = await end(loaded, running) or error

@@ -93,6 +93,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Positive | None,
         About("Device and memory", "threads that compute on the CPU; auto: the cores this process may use", auto=True),
     ] = None
+    cpu_kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        About(
+            "Device and memory",
+            "what computes on the CPU. native: kernels in C++, compiled at the first start, which needs g++ or "
+            "clang++; torch: PyTorch's operators, half as fast; auto: native where it can be compiled",
+        ),
+    ] = "auto"
     kv_cache_memory_bytes: Annotated[
         Positive | None,
         About(

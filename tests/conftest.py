@@ -1,5 +1,6 @@
 """What tests of several packages share: the demo model's folder, and the golden prompts with transformers' answers."""
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,3 +41,22 @@ def smollm2_folder() -> Path:
     from model.source import resolve
 
     return resolve("smollm2").folder
+
+
+@pytest.fixture(scope="session")
+def native() -> ctypes.CDLL:
+    """The CPU kernels, compiled once on this machine. Without a compiler what needs them is skipped."""
+    from model.errors import NoNativeKernels
+    from model.native_library import compiler, load
+
+    try:
+        compiler()
+    except NoNativeKernels as error:
+        pytest.skip(str(error))
+    return load()
+
+
+@pytest.fixture(params=["native", "torch"])
+def cpu_kernels(request: pytest.FixtureRequest) -> ctypes.CDLL | None:
+    """Both implementations, as CpuExecutor takes them: the compiled kernels, and None for torch's."""
+    return request.getfixturevalue("native") if request.param == "native" else None

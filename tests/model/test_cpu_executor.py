@@ -1,5 +1,6 @@
 """The executor: plans by hand. Copies, table changes, feedback, chunks, failures; and the golden prompts."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +20,10 @@ from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan,
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 211, 37)]
 
 
-def executor_of(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> CpuExecutor:
+def executor_of(folder: Path, native: ctypes.CDLL | None, **sizes: int) -> CpuExecutor:
     config = read_config(folder)
     sizes = {"frames": 64, "max_rows": 8, "max_pages": 16, "threads": 1, **sizes}
-    return CpuExecutor(config, load_parameters(folder, config, dtype), **sizes)
+    return CpuExecutor(config, load_parameters(folder, config, torch.float32), native=native, **sizes)
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ def model(tiny):
 
 
 @pytest.fixture
-def executor(model) -> Iterator[CpuExecutor]:
-    running = executor_of(model.folder)
+def executor(model, cpu_kernels) -> Iterator[CpuExecutor]:
+    running = executor_of(model.folder, cpu_kernels)
     yield running
     running.close()
 
@@ -160,12 +161,12 @@ def test_a_nan_marks_its_row_only(model, executor: CpuExecutor) -> None:
     assert bool(executor.pool.data.isfinite().all())
 
 
-def test_logits_that_are_not_finite_mark_their_row(model) -> None:
+def test_logits_that_are_not_finite_mark_their_row(model, cpu_kernels) -> None:
     """C38: the hidden states are sound and one row of the output matrix is not: whoever samples fails."""
     config = read_config(model.folder)
     parameters = load_parameters(model.folder, config, torch.float32)
     parameters.head.weight[5] = float("inf")
-    executor = CpuExecutor(config, parameters, frames=8, max_rows=2, max_pages=4, threads=1)
+    executor = CpuExecutor(config, parameters, frames=8, max_rows=2, max_pages=4, threads=1, native=cpu_kernels)
     orders = MemoryOrders(table_changes=TableChanges(int32(0, 1), int32(0, 0), int32(1, 2)))
     (result,) = run(executor, plan([0, 1], [0, 0], [PROMPT[:5], PROMPT[:6]], samples=[True, False], orders=orders))
     executor.close()
@@ -181,8 +182,8 @@ def test_a_plan_of_orders_alone_is_carried_out(executor: CpuExecutor) -> None:
     assert bool((executor.pool.data[6] == 3.25).all())
 
 
-def test_close_finishes_what_is_enqueued_and_may_be_repeated(model) -> None:
-    executor = executor_of(model.folder)
+def test_close_finishes_what_is_enqueued_and_may_be_repeated(model, cpu_kernels) -> None:
+    executor = executor_of(model.folder, cpu_kernels)
     tickets = [executor.submit(plan([0], [0], [PROMPT], orders=mapped(0, [1, 2, 3]))) for _ in range(5)]
     executor.close()
     executor.close()
@@ -192,8 +193,8 @@ def test_close_finishes_what_is_enqueued_and_may_be_repeated(model) -> None:
         executor.submit(plan([0], [0], [PROMPT]))
 
 
-def test_other_page_sizes(model) -> None:
-    executor = executor_of(model.folder, page_size=5, max_pages=32)
+def test_other_page_sizes(model, cpu_kernels) -> None:
+    executor = executor_of(model.folder, cpu_kernels, page_size=5, max_pages=32)
     made = PlanDriver(executor, page_size=5).generate([PROMPT, PROMPT[5:9]], 9, budget=11)
     executor.close()
     assert [s.output for s in made] == [model.generate(PROMPT, 9), model.generate(PROMPT[5:9], 9)]
@@ -210,11 +211,11 @@ def test_dtype_follows_the_checkpoint_and_the_processor(model, monkeypatch: pyte
         assert choose_dtype(half, "float16") == torch.float16
 
 
-def test_threads_are_measured_on_real_steps(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_measured_on_real_steps(model, cpu_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement leaves no trace: in the pool, the caller's thread count, or the answers."""
     monkeypatch.setattr("model.cpu_executor.usable_cores", lambda: 2)
     before = torch.get_num_threads()
-    executor = executor_of(model.folder, threads=0)
+    executor = executor_of(model.folder, cpu_kernels, threads=0)
     assert executor.threads.many == 2
     assert executor.threads.few in (1, 2)
     assert torch.get_num_threads() == before
@@ -224,9 +225,9 @@ def test_threads_are_measured_on_real_steps(model, monkeypatch: pytest.MonkeyPat
     assert made.output == model.generate(PROMPT, 2)
 
 
-def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
+def test_pages_go_to_swap_and_come_back_to_other_frames(model, cpu_kernels) -> None:
     """The frames are overwritten meanwhile, and the rest of the answer is the same."""
-    running = executor_of(model.folder, slots=8)
+    running = executor_of(model.folder, cpu_kernels, slots=8)
     running.want_slots(8)
     running._store.wait()
     first = plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2]))
@@ -242,8 +243,8 @@ def test_pages_go_to_swap_and_come_back_to_other_frames(model) -> None:
     assert tokens == model.generate(PROMPT, 2)
 
 
-def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model) -> None:
-    running = executor_of(model.folder, slots=8)
+def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model, cpu_kernels) -> None:
+    running = executor_of(model.folder, cpu_kernels, slots=8)
     running.start(SwapOrders(1, out_frames=int32(0), out_slots=int32(5)))
     result = running.submit(plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2]))).wait()
     running.close()

@@ -1,5 +1,6 @@
 """The golden prompts through the executor alone: no scheduler, no memory manager."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ from model.loader import load_parameters
 
 
 @pytest.mark.slow
-def test_golden_prompts(smollm2_folder: Path, golden) -> None:
+def test_golden_prompts(smollm2_folder: Path, golden, cpu_kernels: ctypes.CDLL | None) -> None:
     """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
     the greedy tokens of transformers' `generate`.
     """
     config = read_config(smollm2_folder)
     parameters = load_parameters(smollm2_folder, config, torch.float32)
-    executor = CpuExecutor(config, parameters, frames=700, max_rows=24, max_pages=100, threads=1)
+    executor = CpuExecutor(config, parameters, frames=700, max_rows=24, max_pages=100, threads=1, native=cpu_kernels)
     made = PlanDriver(executor).generate(
         [entry.prompt for entry in golden], [len(entry.tokens) for entry in golden], budget=64, arrive=1
     )

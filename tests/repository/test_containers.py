@@ -17,7 +17,10 @@ SERVICES = pytest.mark.parametrize("name", ["gpu", "cpu"])
 
 def test_the_image_has_both_targets_and_runs_as_nobody_special() -> None:
     assert {"cpu", "gpu"} <= set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
-    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["10001"]
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE):
+        if users := re.findall(r"^USER (\S+)$", stage, re.MULTILINE):
+            assert users[-1] == "10001"
+    assert re.search(r" AS run\n(?:(?!FROM )[\s\S])*^USER 10001$", DOCKERFILE, re.MULTILINE)
 
 
 def test_the_image_asks_live() -> None:

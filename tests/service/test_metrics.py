@@ -73,6 +73,7 @@ def served(**changes: Any) -> ServedFacts:
     facts: dict[str, Any] = {
         "model_name": 'a "model"\n',
         "dtype": "bfloat16",
+        "kernels": "native",
         "page_size": 16,
         "frames": 100,
         "gpu_memory_utilization": 0.9,

@@ -165,6 +165,7 @@ def test_a_port_that_is_taken(flag: str) -> None:
         (["check", "{model}", "--load-format", "dummy", "--tokenizer", "{empty}"], 3, "tokenizer.json"),
         (["check", "{model}", "--load-format", "dummy", "--max-model-len", "200000"], 2, "200000"),
         (["check", "{model}", "--load-format", "dummy", "--kv-cache-memory-bytes", "1"], 2, "kv_cache_memory_bytes"),
+        (["check", "{model}", "--load-format", "dummy", "--dtype", "float16", "--cpu-kernels", "native"], 2, "float16"),
         (["check", "{model}", "--load-format", "dummy", "--device", "cuda"], 2, "PyTorch sees no GPU"),
     ],
 )
@@ -181,7 +182,28 @@ def test_a_start_that_cannot_work(arguments: list[str], code: int, words: str, m
 def test_check_says_that_a_model_works(model: Path) -> None:
     result = run("check", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "1MiB")
     assert result.returncode == 0, result.stderr
-    assert re.fullmatch(r"tiny-model\d* works \((float32|bfloat16) on cpu, \d+ frames\): .*\n", result.stdout)
+    assert re.fullmatch(
+        r"tiny-model\d* works \((float32|bfloat16) on cpu, (native|torch) kernels, \d+ frames\): .*\n", result.stdout
+    )
+
+
+def test_without_a_compiler_the_torch_kernels_serve_and_the_log_says_so(model: Path) -> None:
+    """Unless the kernels were asked for by name: then it is an error. Nothing is said where torch's were asked for."""
+    tiny = ("check", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "1MiB", "--log-format", "json")
+    result = run(*tiny, CXX="/missing/g++")
+    assert result.returncode == 0, result.stderr
+    assert "torch kernels" in result.stdout
+    (warning,) = [line for line in map(json.loads, result.stderr.splitlines()) if line["level"] == "warning"]
+    assert "CXX is /missing/g++, which is not there" in warning["reason"]
+    assert "--cpu-kernels torch" in warning["to_silence"]
+
+    result = run(*tiny, "--cpu-kernels", "torch", CXX="/missing/g++")
+    assert (result.returncode, "warning" in result.stderr) == (0, False)
+    assert "torch kernels" in result.stdout
+
+    result = run(*tiny, "--cpu-kernels", "native", CXX="/missing/g++")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("pagewalk: error: --cpu-kernels native: no C++ compiler: CXX is")
 
 
 def test_settings_in_force_are_shown() -> None:
@@ -226,6 +248,7 @@ def simulated() -> Loaded:
         client=client,
         device="cpu",
         dtype="float32",
+        kernels="simulated",
         weights_bytes=1,
     )
     return Loaded("tiny", "/models/tiny", tiny_tokenizer(), assembly)

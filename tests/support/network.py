@@ -1,5 +1,6 @@
 """The network without an executor: logits of every position, for chunks of a prompt that a test chooses."""
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +11,32 @@ from mm.addresses import pages_for
 from mm.page_copies import MemoryOrders
 from model.batch import forward_batch
 from model.config import ModelConfig, read_config
-from model.cpu_kernels import CpuKernels, failed_rows
+from model.cpu_kernels import CpuKernels
 from model.kv_pool import KvPool
 from model.loader import load_parameters
+from model.native_kernels import NativeKernels
 from model.parameters import Parameters
 from model.step_plan import StepPlan
-from model.transformer import forward, logits
 
 
 class Network:
-    """One Sequence in a shuffled pool."""
+    """One Sequence in a shuffled pool. `native`: the compiled kernels, None for torch's."""
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, *, tokens: int = 256, page_size: int = 16, rows: int = 1
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        native: ctypes.CDLL | None,
+        *,
+        tokens: int = 256,
+        page_size: int = 16,
+        rows: int = 1,
     ) -> None:
         self.config = config
         self.parameters = parameters
         pages = pages_for(tokens, page_size)
         self.pool = KvPool(config, parameters.embedding.dtype, frames=rows * pages + 3, page_size=page_size)
-        self.kernels = CpuKernels(config, self.pool)
+        self.kernels = CpuKernels(config, self.pool) if native is None else NativeKernels(config, self.pool, native)
         frames = np.random.default_rng(0).permutation(self.pool.frames)[: rows * pages]
         self.tables = frames.reshape(rows, pages).astype(np.int32)
         self.failed = np.zeros(rows, np.bool_)
@@ -36,9 +44,11 @@ class Network:
             self.kernels.prepare(parameters)
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, **options: int) -> "Network":
+    def load(
+        cls, folder: Path, native: ctypes.CDLL | None, dtype: torch.dtype = torch.float32, **options: int
+    ) -> "Network":
         config = read_config(folder)
-        return cls(config, load_parameters(folder, config, dtype), **options)
+        return cls(config, load_parameters(folder, config, dtype), native, **options)
 
     @torch.inference_mode()
     def step(self, chunks: list[list[int]], starts: list[int], *, decodes: int = 0) -> torch.Tensor:
@@ -55,10 +65,9 @@ class Network:
             decodes=decodes,
         )
         batch = forward_batch(plan, self.tables, np.zeros(len(chunks), np.int32), self.pool.page_size)
-        step = self.kernels.step(batch)
-        hidden = forward(self.parameters, step, self.kernels)
-        self.failed[: len(chunks)] = failed_rows(step, hidden)
-        return logits(self.parameters, hidden, self.kernels)
+        batch.sampled = torch.arange(len(batch.token_ids))  # the logits of every token
+        scores, self.failed[: len(chunks)] = self.kernels.compute(batch)
+        return scores.clone()  # they are valid until the next step only
 
     def logits(self, ids: list[int], chunks: list[int]) -> torch.Tensor:
         """Logits (T, V) of one Sequence computed in chunks of these sizes; a chunk of 1 is a decode."""
