@@ -41,6 +41,7 @@ from mm.pins import Pin
 from mm.preemption import Action, Candidates, CostEstimates, OomTable, Victim
 from mm.pressure import Pressure, Stall
 from mm.reclaim import Watermarks
+from mm.room import Lack, Room
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds
 from mm.tenants import TenantEvents, TenantLimits
@@ -61,6 +62,7 @@ __all__ = [
     "EventKind",
     "FrameNotHeld",
     "FrameNumber",
+    "Lack",
     "MappedRun",
     "MemoryCorruption",
     "MemoryInformation",
@@ -85,6 +87,7 @@ __all__ = [
     "PrefixMatch",
     "Pressure",
     "QuotaExceeded",
+    "Room",
     "Row",
     "SequenceMemory",
     "Stall",
