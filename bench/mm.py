@@ -1,4 +1,4 @@
-"""Times the memory manager alone: the host's part of a step, look-ups, forks, swaps; and what it saves. No device.
+"""Times memory and the scheduler alone: the host's part of a step, look-ups, forks, swaps; what is saved. No device.
 
     make bench-mm            or  python -m bench.mm [--runs 7] [--skip-peer]
 
@@ -6,7 +6,11 @@ Every time is the median over runs of the median within a run, in microseconds o
 process and turn about, the bookkeeping of transformers' continuous batching cache on the same Sequences.
 
     step      grow every running Sequence by one token: page edges, allocation, copy-on-write check, orders
-    publish   at commit, put the pages that became full into the prefix cache (overlaps with the device)
+    publish   at commit, put the pages that became full into the prefix cache (overlaps with the device): a sixteenth of
+              the Sequences fill one in a step; publish_256_pages: 256 of them do at once
+    turn      the scheduler's part of a steady decode step: schedule and commit, grow and publish included
+    admit     a Sequence with a prompt of 5 pages enters: look-up, address space, row, its part of the plan
+    release   a Sequence of 15 pages ends: its cached pages rest, the others are free
     peer      the same for transformers: room for one token each, the block tables that its kernels read, the hashes of
               pages that became full; peer_alloc is the first of the three alone
 
@@ -26,6 +30,10 @@ from bench import workload
 from bench.simulate import Replay, replay
 from mm import AddressSpace, MemoryManager
 from mm.lru import PageLru
+from model.step_plan import SamplingParameters, StepPlan, StepResult
+from service.engine_client import Submit
+from service.request import Sequence
+from service.scheduler import Scheduler, SchedulerSettings
 
 VOCABULARY = 32_000
 STEPS = 200
@@ -150,6 +158,77 @@ def hot_prefix_hit_pct(*, plain_lru: bool) -> float:
         PageLru.used = original  # type: ignore[method-assign]
 
 
+# --- the scheduler on top
+
+
+def scheduler_of(count: int) -> Scheduler:
+    memory = MemoryManager(frames=100_000, max_rows=count, max_pages=256)
+    return Scheduler(memory, SchedulerSettings(max_running=count, max_batched_tokens=100_000, max_length=4_096))
+
+
+def result_of(plan: StepPlan, draw: np.random.Generator) -> StepResult:
+    tokens = np.where(plan.samples, draw.integers(0, VOCABULARY, len(plan.rows)), -1)
+    return StepResult(tokens.astype(np.int32), np.zeros(len(plan.rows), np.bool_))
+
+
+def submit(scheduler: Scheduler, numbers: range, draw: np.random.Generator) -> None:
+    """Prompts of 5 pages, with 10 more to generate."""
+    greedy = SamplingParameters(temperature=0.0)
+    for number in numbers:
+        prompt = draw.integers(0, VOCABULARY, 80).tolist()
+        scheduler.add(Sequence.from_submit(Submit(number, str(number), prompt, 160, greedy, []), 0, 0.0))
+
+
+def run_step(scheduler: Scheduler, draw: np.random.Generator) -> float:
+    """Microseconds of the scheduler's part of a step; the executor is left out."""
+    began = time.perf_counter()
+    plan = scheduler.schedule(1.0)
+    scheduled_us = (time.perf_counter() - began) * 1e6
+    assert plan is not None
+    result = result_of(plan, draw)
+    return scheduled_us + timed(lambda: scheduler.commit(result, 1.0))
+
+
+def turn_time(count: int) -> float:
+    """Median microseconds of a steady step of `count` Sequences, of which a sixteenth fills a page."""
+    draw, scheduler = np.random.default_rng(3), scheduler_of(count)
+    for first in range(0, count, count // 16):
+        submit(scheduler, range(first, first + count // 16), draw)
+        run_step(scheduler, draw)
+    return median(run_step(scheduler, draw) for _ in range(100))
+
+
+def come_and_go_times() -> tuple[float, float]:
+    """Median microseconds of one admission of 5 pages, of 8 in a step, and of one end at 15 pages."""
+    draw, scheduler = np.random.default_rng(3), scheduler_of(64)
+    memory, running = scheduler.memory, scheduler.sequences.running
+    admit, release = [], []
+    for turn in range(50):
+        submit(scheduler, range(8 * turn, 8 * turn + 8), draw)
+        began = time.perf_counter()
+        plan = scheduler.schedule(1.0)
+        admit.append((time.perf_counter() - began) * 1e6 / 8)
+        assert plan is not None
+        scheduler.commit(result_of(plan, draw), 1.0)
+        memory.grow(plan.rows, np.full(8, 159, np.int32))
+        memory.publish(plan.rows, np.full(8, 239, np.int32), scheduler.sequences.rows.tokens)
+        release += [timed(lambda: scheduler.end(each, "abort", 2.0)) for each in list(running.values())]  # noqa: B023
+    return median(admit), median(release)
+
+
+def publish_pages_time() -> float:
+    """Median microseconds in which 256 Sequences publish a page each."""
+    batch = Batch(256, 100_000)
+    lengths = batch.memory.tables.lengths[batch.rows]
+    batch.memory.grow(batch.rows, (16 - lengths % 16).astype(np.int32))
+    batch.publish()
+    times = []
+    for _ in range(10):
+        batch.memory.grow(batch.rows, np.full(256, 16, np.int32))
+        times.append(timed(batch.publish))
+    return median(times)
+
+
 # --- the peer
 
 
@@ -230,6 +309,12 @@ def main() -> None:
     result["peer_alloc_us_256"] = median(alone for _, alone in theirs) if theirs else None
     result["step_us_1024"], result["publish_us_1024"] = step_times(1_024, 100_000, chosen.runs)
     result["step_us_1024_pool_1m"], _ = step_times(1_024, 1_000_000, chosen.runs)
+    result["publish_us_256_pages"] = median(publish_pages_time() for _ in range(chosen.runs))
+    result["turn_us_256"] = median(turn_time(256) for _ in range(chosen.runs))
+    result["turn_us_1024"] = median(turn_time(1_024) for _ in range(chosen.runs))
+    times = [come_and_go_times() for _ in range(chosen.runs)]
+    result["admit_us_5_pages"] = median(admit for admit, _ in times)
+    result["release_us_15_pages"] = median(release for _, release in times)
     pages = page_times(chosen.runs)
     result["lookup_us_per_page"] = pages["lookup"]
     result["fork_us_100"] = pages["fork"]

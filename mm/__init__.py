@@ -41,6 +41,7 @@ from mm.pins import Pin
 from mm.preemption import Action, Candidates, CostEstimates, OomTable, Victim
 from mm.pressure import Pressure, Stall
 from mm.reclaim import Watermarks
+from mm.room import Lack, Room
 from mm.shared_prefixes import SharedPrefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds
@@ -62,6 +63,7 @@ __all__ = [
     "EventKind",
     "FrameNotHeld",
     "FrameNumber",
+    "Lack",
     "MappedRun",
     "MemoryCorruption",
     "MemoryInformation",
@@ -86,6 +88,7 @@ __all__ = [
     "PrefixMatch",
     "Pressure",
     "QuotaExceeded",
+    "Room",
     "Row",
     "SequenceMemory",
     "SharedPrefixes",

@@ -57,6 +57,8 @@ def counters(memory: "MemoryManager") -> EventCounters:
         truncate=memory.truncates,
         prefix_query=memory.queried_tokens,
         prefix_hit=memory.hit_tokens,
+        prefix_return=memory.returned_tokens,
+        prefix_recover=memory.recovered_tokens,
         evict=memory.shadows.evictions,
         refault=memory.shadows.refaults,
         direct_reclaim=memory.reclaimer.direct,

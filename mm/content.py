@@ -9,6 +9,7 @@ on that alone: whoever finds a page by its key compares its tokens and checks th
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
@@ -33,17 +34,20 @@ def digest_page(before: bytes, page: bytes) -> bytes:
     return sha256(before + page).digest()
 
 
+@lru_cache(1024)
+def _root_and_suffix(secret: bytes, namespace: Namespace) -> tuple[bytes, bytes]:
+    """What stands before the first digest, and behind every key."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (namespace.adapter, namespace.salt, namespace.tenant)]
+    return sha256(secret + parts[0]).digest(), b"\0".join(parts) if any(parts) else b""
+
+
 class ContentChain:
     """The pages of one Sequence by content. Digests are computed when first asked for, each once."""
 
     __slots__ = ("digests", "page_bytes", "raw", "root", "suffix", "tokens")
 
     def __init__(self, secret: bytes, namespace: Namespace, tokens: Int32Array, page_size: int) -> None:
-        parts = [
-            part.encode("utf-8", "surrogatepass") for part in (namespace.adapter, namespace.salt, namespace.tenant)
-        ]
-        self.suffix = b"\0".join(parts) if any(parts) else b""
-        self.root = sha256(secret + parts[0]).digest()
+        self.root, self.suffix = _root_and_suffix(secret, namespace)
         self.page_bytes = BYTES_PER_TOKEN * page_size
         self.tokens = len(tokens)
         self.raw = np.ascontiguousarray(tokens, np.int32).tobytes()  # those it was made with; later ones are digests
@@ -56,10 +60,13 @@ class ContentChain:
     def digest(self, number: int) -> bytes:
         """The digest of page `number`, which must be full."""
         digests = self.digests
-        while len(digests) <= number:
-            page = self.page(len(digests))
-            assert len(page) == self.page_bytes
-            digests.append(digest_page(digests[-1] if digests else self.root, page))
+        if len(digests) <= number:
+            raw, width = self.raw, self.page_bytes
+            assert (number + 1) * width <= len(raw)
+            before = digests[-1] if digests else self.root
+            for start in range(len(digests) * width, (number + 1) * width, width):
+                before = digest_page(before, raw[start : start + width])
+                digests.append(before)
         return digests[number]
 
     def key(self, number: int) -> bytes:

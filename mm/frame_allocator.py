@@ -13,7 +13,7 @@ Every operation costs in proportion to the frames it is given, never to the size
 
 import numpy as np
 
-from mm.addresses import BoolArray, Int32Array, Int64Array, empty_int32
+from mm.addresses import BoolArray, IndexArray, Int32Array, Int64Array, empty_int32
 from mm.errors import FrameNotHeld, OutOfFrames
 from mm.tenants import Tenants
 
@@ -28,6 +28,7 @@ class FrameAllocator:
         self.allocated = self.freed = 0  # events since the start
         self.references: Int32Array = np.zeros(total, np.int32)  # read by others, written only here
         self.pins: Int32Array = np.zeros(total, np.int32)
+        self.pinned = 0  # pins in all
         self.pin_count = self.pins.data  # the same memory, for one frame at a time
         self.reference_count = self.references.data
         self.sealed: BoolArray = np.zeros(total, np.bool_)  # written by Residency
@@ -99,7 +100,19 @@ class FrameAllocator:
         kept: Int32Array = idle[is_kept]
         return kept
 
-    def free(self, frames: Int32Array) -> None:
+    def release_row(self, frames: IndexArray) -> IndexArray:
+        """Drop one reference of each of the distinct `frames`. Frees nothing: returns those without any now, in order.
+
+        Raises FrameNotHeld, and drops nothing, if one has none.
+        """
+        after = self.references[frames]
+        after -= 1
+        if np.count_nonzero(after < 0):
+            raise FrameNotHeld(f"released without a reference: {sorted(frames[after < 0].tolist())}")
+        self.references[frames] = after
+        return frames[after == 0] if np.count_nonzero(after) else frames
+
+    def free(self, frames: Int32Array | IndexArray) -> None:
         """Put distinct frames that nothing holds any more on the free list."""
         count = len(frames)
         self._stack[self._free : self._free + count] = frames[::-1]
@@ -117,9 +130,11 @@ class FrameAllocator:
     def pin(self, frames: Int32Array) -> None:
         """Bar the distinct `frames` from being freed or reused until `unpin`."""
         self.pins[frames] += 1
+        self.pinned += len(frames)
 
     def unpin(self, frames: Int32Array) -> Int32Array:
         """End what `pin` began. Returns the frames that no pin and no reference holds any more."""
         self.pins[frames] -= 1
+        self.pinned -= len(frames)
         unheld: Int32Array = frames[(self.pins[frames] == 0) & (self.references[frames] == 0)]
         return unheld

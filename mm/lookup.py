@@ -116,18 +116,19 @@ class Lookup:
             found.append(child)
             cached += common
         entries = np.array(found, np.int32)
-        swapped = cache.frames[entries] == ABSENT
+        frame, is_idle = cache.frame, self._residency.lru.is_idle
+        swapped = sum(frame[entry] == ABSENT for entry in found)
         miss, awaited = self._explain(chain, whole, cached, is_cut=is_cut)
         return PrefixMatch(
             chain=chain,
             entries=entries,
             serials=cache.serials[entries],
             cached_tokens=cached,
-            swapped_pages=int(swapped.sum()),
-            frames_saved=whole - int(swapped.sum()),  # a partly matching page in swap is brought in, and copied besides
-            idle_frames=sum(map(self._residency.lru.is_idle, found)),
-            last_is_swapped=len(found) > 0 and bool(swapped[-1]),
-            last_is_idle=len(found) > 0 and self._residency.lru.is_idle(found[-1]),
+            swapped_pages=swapped,
+            frames_saved=whole - swapped,  # a partly matching page in swap is brought in, and copied besides
+            idle_frames=sum(map(is_idle, found)),
+            last_is_swapped=len(found) > 0 and frame[found[-1]] == ABSENT,
+            last_is_idle=len(found) > 0 and is_idle(found[-1]),
             miss=miss,
             awaited=awaited,
         )

@@ -24,7 +24,7 @@ import numpy as np
 
 from mm import accounting
 from mm.address_space import AddressSpace, Faults, find_faults
-from mm.addresses import ABSENT, PAGE_SIZE, IndexArray, Int32Array, empty_int32, pages_for, slot_entry
+from mm.addresses import ABSENT, PAGE_SIZE, IndexArray, Int32Array, Int64Array, empty_int32, pages_for, slot_entry
 from mm.advice import Advice, advise_prefix, advise_space, drop_caches
 from mm.audit import find_discrepancies
 from mm.content import ContentChain, Namespace
@@ -45,6 +45,7 @@ from mm.publisher import Publisher
 from mm.reclaim import Reclaimer, Watermarks
 from mm.refault import Shadows
 from mm.residency import Residency
+from mm.room import Room
 from mm.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
 from mm.swap_space import SwapBounds, SwapSpace
@@ -96,6 +97,7 @@ class MemoryManager:
         self._tenant_pressure: dict[str, PressureMeter] = {}
         # events since the start
         self.cow_faults = self.forks = self.truncates = self.queried_tokens = self.hit_tokens = 0
+        self.returned_tokens = self.recovered_tokens = 0
         self.denials = self.swap_preemptions = self.recompute_preemptions = 0
 
     def turn(self, now: float, step: int) -> None:
@@ -135,14 +137,36 @@ class MemoryManager:
         """The most positions that one address space can ever hold."""
         return min(self.frames.total, self.tables.max_pages) * self.page_size
 
+    def max_tokens_of(self, tenant: str | None) -> int:
+        """The same for one of `tenant`, whatever others do: up to its max, and what their min leaves.
+
+        None: a tenant without limits.
+        """
+        names, limits = self.tenants.names, self.tenants.limits
+        others = sum(each.min for name, each in zip(names, limits, strict=True) if name != tenant)
+        most = limits[names.index(tenant)].max if tenant in names else self.frames.total
+        return min(self.frames.total - others, most, self.tables.max_pages) * self.page_size
+
     def frames_needed(self, rows: Int32Array, counts: Int32Array) -> int:
         """Frames that `grow` would allocate for the same arguments. Changes nothing. Raises PageNotResident."""
         return len(self._faults(rows.astype(np.intp), counts).rows)
 
+    def needs(self, rows: Int32Array, counts: Int32Array) -> Int64Array:
+        """The same by tenant: (tenants,) int64."""
+        tenants = self.tables.tenants[self._faults(rows.astype(np.intp), counts).rows]
+        return np.bincount(tenants, minlength=len(self.tenants.names)).astype(np.int64)
+
+    def room(self) -> Room:
+        """What an allocation can have now, on paper: to put a step together (mm/room.py)."""
+        return self.reclaimer.room()
+
+    def arriving_of(self, tenant: int | None) -> int:
+        """`arriving_frames` that are charged to `tenant`; None: all."""
+        return self.arriving_frames if tenant is None else self.swapper.arriving_of(tenant)
+
     def shortage(self, rows: Int32Array, counts: Int32Array) -> OutOfFrames | None:
         """What `grow` would raise for the same arguments: of the pool, or of one tenant. Changes nothing."""
-        tenants = self.tables.tenants[self._faults(rows.astype(np.intp), counts).rows]
-        return self.reclaimer.shortage(np.bincount(tenants, minlength=len(self.tenants.names)).astype(np.int64))
+        return self.reclaimer.shortage(self.needs(rows, counts))
 
     # --- the prefix cache
 
@@ -170,14 +194,16 @@ class MemoryManager:
         tenant: str = "default",
         match: PrefixMatch | None = None,
         max_tokens: int = 0,
+        is_back: bool = False,
     ) -> AddressSpace:
         """An address space: empty, or beginning with the pages of `match`. Raises OutOfRows, OverCommit.
 
         Its length is then what was found; its further pages are published under match.chain. If the match is out of
         date, it is looked up again. If it has pages in swap, the space is not resident until `swap_in` is complete.
         max_tokens: the length at which it will end, for the commit charge; 0 promises nothing.
+        is_back: it had an address space before and was preempted: what it finds, its own pages perhaps, is no hit.
         """
-        if match is not None and not self.cache.is_current(match.entries, match.serials):
+        if match is not None and len(match.entries) and not self.cache.is_current(match.entries, match.serials):
             match = self.lookup(match.chain)
         shared = match.frames_saved if match is not None else 0
         promised = max(0, pages_for(max_tokens, self.page_size) - max(0, shared))
@@ -188,30 +214,43 @@ class MemoryManager:
         self._limits[row] = max_tokens
         if match is not None:
             self._map(row, number, match)
+            if is_back:
+                self.returned_tokens += match.chain.tokens
+                self.recovered_tokens += match.cached_tokens
+            else:
+                self.queried_tokens += match.chain.tokens
+                self.hit_tokens += match.cached_tokens
         return AddressSpace(self, row, owner)
 
     def _map(self, row: int, tenant: int, match: PrefixMatch) -> None:
         entries: list[int] = match.entries.tolist()
-        frames = self.cache.frames[match.entries]
+        whole = match.cached_tokens // self.page_size
+        if entries:
+            frames = self.cache.frames[match.entries]
+            self.residency.used(entries, self.now)
+            if np.count_nonzero(frames < 0):
+                self._map_with_slots(row, tenant, match.entries, frames)
+            else:
+                self.residency.map(frames, tenant)
+                self.tables.entries[row, : len(entries)] = frames
+                self.tables.note(row, np.arange(len(entries), dtype=np.int32))
+            self.tables.lengths[row] = match.cached_tokens
+            self.tables.exposed[row] = match.cached_tokens % self.page_size != 0
+            self._record(EventKind.SHARE, row, int(frames[0]), len(entries))
+        self.publisher.begin(row, self.tables.owners[row] or "", match.chain, entries[:whole])
+
+    def _map_with_slots(self, row: int, tenant: int, entries: Int32Array, frames: Int32Array) -> None:
+        """The same where some of the pages are in swap alone: `frames` has ABSENT for these."""
         is_resident = frames != ABSENT
-        self.residency.used(entries, self.now)
+        slots = self.cache.slots[entries[~is_resident]]
         self.residency.map(frames[is_resident], tenant)
-        slots = self.cache.slots[match.entries[~is_resident]]
         for slot in slots.tolist():
             self.swap.add_reference(slot)
         mapped = self.tables.entries[row, : len(entries)]
         mapped[is_resident] = frames[is_resident]
         mapped[~is_resident] = slot_entry(slots)
-        self.tables.lengths[row] = match.cached_tokens
         self.tables.barred[row] = len(slots)
-        self.tables.exposed[row] = match.cached_tokens % self.page_size != 0
         self.tables.note(row, np.flatnonzero(is_resident).astype(np.int32))
-        whole = match.cached_tokens // self.page_size
-        self.publisher.begin(row, self.tables.owners[row] or "", match.chain, entries[:whole])
-        self.queried_tokens += match.chain.tokens
-        self.hit_tokens += match.cached_tokens
-        if entries:
-            self._record(EventKind.SHARE, row, int(frames[0]), len(entries))
 
     def publish(self, rows: Int32Array, lengths: Int32Array, tokens: Int32Array) -> None:
         """The first lengths[i] positions of row rows[i] are known to be good: cache the pages that became full.
@@ -336,13 +375,19 @@ class MemoryManager:
 
     def _drop_pages(self, row: int, first: int) -> None:
         """Unmap the pages of `row` from `first` on."""
-        entries = self.tables.mapped(row)[first:]
-        frames = entries[entries >= 0]
-        slots: list[int] = slot_entry(entries[entries < ABSENT]).tolist()
+        tables = self.tables
+        entries = tables.mapped(row)[first:]
+        frames, slots = entries.copy(), list[int]()
+        if tables.barred[row]:
+            frames = entries[entries >= 0]
+            slots = slot_entry(entries[entries < ABSENT]).tolist()
+            tables.barred[row] -= len(slots)
         entries[:] = ABSENT
-        tenants = np.full(len(frames), self.tables.tenants[row], np.int32)
-        self.residency.unmap(frames, tenants, coldest=bool(self.tables.cold[row]))
-        self.tables.barred[row] -= len(slots)
+        tenant = int(tables.tenants[row])
+        if tables.cold[row]:
+            self.residency.unmap(frames, np.full(len(frames), tenant, np.int32), coldest=True)
+        else:
+            self.residency.unmap_row(frames, tenant)
         for slot in reversed(slots):  # of what is cached in swap alone, the last page is the coldest
             self.residency.unmap_slot(slot)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mm.addresses import ABSENT, BoolArray, Int32Array, Int64Array
-from mm.content import DIGEST_BYTES, ContentChain
+from mm.content import BYTES_PER_TOKEN, DIGEST_BYTES, ContentChain
 
 ROOT_SERIAL = 0
 """The serial of what precedes a first page. No entry has it."""
@@ -104,9 +104,13 @@ class PageCache:
         else:
             child = self._first_child[parent]
         children: list[int] = []
-        while child != ABSENT and len(children) < CHILDREN_LOOKED_AT:
-            children.append(child)
-            child = self._older[child]
+        content, older, first_token = self.content, self._older, page[:BYTES_PER_TOKEN]
+        for _ in range(CHILDREN_LOOKED_AT):
+            if child == ABSENT:
+                break
+            if content[child].startswith(first_token):  # most share nothing: no need to compare these in full
+                children.append(child)
+            child = older[child]
         if not children or not page:
             return ABSENT, 0
         wanted = np.frombuffer(page, np.int32)

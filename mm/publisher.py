@@ -50,6 +50,7 @@ class Publisher:
         self.writing: dict[bytes, Writer] = {}
         self._rows: list[_RowChain | None] = [None] * tables.max_rows
         self._tables = tables
+        self._offsets = np.arange(tables.page_size, dtype=np.int32)
         self._residency = residency
         self._cache: PageCache = residency.cache
         self._lru: PageLru = residency.lru
@@ -105,28 +106,29 @@ class Publisher:
             return
         rows, pages = rows[due], pages[due]
         numbers: list[int] = rows.tolist()
-        for row in numbers:
-            self._check_parent(row)
+        states, serial = self._rows, self._cache.serial
+        for row in numbers:  # if the last published page was evicted, all are named again: below another, or anew
+            state = states[row]
+            assert state is not None
+            if state.parent != ABSENT and serial[state.parent] != state.parent_serial:
+                self._start_again(row, state)
         # The frames and token ids of all pages that are due, gathered at once: (N,) and (N, page_size).
-        counts = pages - self.published[rows]
-        starts = np.cumsum(counts) - counts
-        row_of = np.repeat(rows, counts)
-        number_of = np.arange(len(row_of)) - np.repeat(starts - self.published[rows], counts)
-        positions = number_of[:, None] * self._tables.page_size + np.arange(self._tables.page_size)
+        row_of, number_of = rows, self.published[rows]
+        counts = pages - number_of
+        starts: Int32Array | range = range(len(numbers))
+        if counts.max() > 1:  # not the usual step, in which a row fills one page at most
+            starts = (np.cumsum(counts) - counts).astype(np.int32)
+            row_of = np.repeat(rows, counts)
+            offsets = np.arange(len(row_of), dtype=np.int32) - np.repeat(starts, counts)
+            number_of = np.repeat(number_of, counts) + offsets
+        positions = number_of[:, None] * self._tables.page_size + self._offsets
         content = tokens[row_of[:, None], positions].tobytes()
         frames = self._tables.entries[row_of, number_of]
         places = frames.tolist()
-        for row, start, count in zip(numbers, starts.tolist(), counts.tolist(), strict=True):
-            self._publish(row, places[start : start + count], content, start, now)
-        held = frames[frames >= 0]
-        self._residency.frames.sealed[held] |= self._cache.entries_of_frames[held] != ABSENT
-
-    def _check_parent(self, row: int) -> None:
-        """If the last published page was evicted, all pages are named again: below another page, or anew."""
-        state = self._rows[row]
-        assert state is not None
-        if state.parent != ABSENT and self._cache.serial[state.parent] != state.parent_serial:
-            self._start_again(row, state)
+        for row, start, count in zip(numbers, starts, counts.tolist(), strict=True):
+            self._publish(row, places[start : start + count], content, int(start), now)
+        held = frames[frames >= 0] if min(places) < 0 else frames
+        self._residency.frames.sealed[held] |= self._cache.entries_of_frames[held] >= 0
 
     def _publish(self, row: int, frames: list[int], content: bytes, start: int, now: float) -> None:
         """Cache the next pages of `row`, in `frames`; their token ids are the pages from `start` on of `content`."""

@@ -2,7 +2,7 @@
 
     free frames   high ─────────────── background reclaim stops here
                   low  ─────────────── and starts here: ahead of need, so that an allocation rarely has to
-                  min  ─────────────── below, admit nobody
+                  min  ─────────────── admissions leave these to those that run
                   0    ─────────────── an allocation reclaims by itself (direct reclaim)
 
 Victims are idle cached pages only, the coldest first: pages that run are never touched here, taking those is preemption
@@ -20,7 +20,7 @@ import numpy as np
 from mm.addresses import ABSENT, Int32Array, Int64Array
 from mm.errors import OutOfFrames, OverTenantLimit
 from mm.residency import Residency
-from mm.tenants import TenantLimits
+from mm.room import Room
 
 BACKGROUND_BATCH = 256
 """Frames that one call of background reclaim takes at most, so that a turn of the engine stays short."""
@@ -39,7 +39,7 @@ class Watermarks:
             raise ValueError(f"0 <= min <= low <= high does not hold: {self}")
 
     @classmethod
-    def from_shares(cls, frames: int, low: float = 0.02, high: float = 0.04, min: float = 0.01) -> "Watermarks":
+    def from_shares(cls, frames: int, min: float = 0.01, low: float = 0.02, high: float = 0.04) -> "Watermarks":
         """Shares of the pool; each at least one frame apart where the pool is large enough for that."""
         return cls(min=int(frames * min), low=int(frames * low), high=int(frames * high))
 
@@ -90,6 +90,16 @@ class Reclaimer:
         if int(np.maximum(0, needs - kept).sum()) > free + reclaimable:
             return OutOfFrames(total, free, reclaimable)
         return None
+
+    def room(self) -> Room:
+        """What can be had now, tenant by tenant."""
+        if not self._tenants.is_limited:
+            return Room(self.available_frames)
+        usage, idle = self._usage_and_idle()
+        kept = self._kept(usage, idle)
+        most = np.array([limits.max for limits in self._tenants.limits], np.int64)
+        pool = self._frames.free_frames + int((idle - kept).sum())
+        return Room(pool, kept.tolist(), (most - usage + idle).tolist())
 
     def idle_by_tenant(self, frames: Int32Array) -> Int64Array:
         """How many of these distinct frames are idle, by the tenant that is charged: for `mapping` above."""
@@ -151,7 +161,7 @@ class Reclaimer:
         for tenant, limits in enumerate(tenants.limits):
             if not self._lru.idle_of(tenant):
                 continue
-            tier = _tier(limits, int(tenants.usage[tenant]))
+            tier = tenants.tier(tenant)
             if tier == 0:
                 continue
             idle_s = now - self._residency.cache.used_s[self._lru.victim(tenant)]
@@ -206,8 +216,3 @@ class Reclaimer:
             if entry not in taken:
                 self._lru.rest(entry, tenant, coldest=True)
         return chosen
-
-
-def _tier(limits: TenantLimits, usage: int) -> int:
-    """3: above high, 2: above low, 1: above min, 0: within min."""
-    return (usage > limits.high) + (usage > limits.low) + (usage > limits.min)

@@ -16,6 +16,8 @@ content is final. A pinned frame or slot is not reused whatever else happens to 
 Two functions decide what becomes of a place that lost a holder: `settle_frame` and `settle_slot`.
 """
 
+import numpy as np
+
 from mm.addresses import ABSENT, Int32Array
 from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
@@ -64,6 +66,29 @@ class Residency:
         self.tenants.unmapped(frames, tenants, self.frames.references)
         for frame in idle.tolist() if coldest else idle[::-1].tolist():
             self.settle_frame(frame, coldest=coldest)
+
+    def unmap_row(self, frames: Int32Array, tenant: int) -> None:
+        """A row of `tenant` drops its reference to each of the distinct `frames`, in page order; the last goes first.
+
+        What `unmap` does page by page, for all at once: this is what the end of every Sequence costs.
+        """
+        idle = self.frames.release_row(frames.astype(np.intp))
+        tenants = self.tenants
+        if tenants.foreign:
+            tenants.unmapped(frames, np.full(len(frames), tenant, np.int32), self.frames.references)
+        entries = self.cache.entries_of_frames[idle]
+        is_free = entries < 0
+        free = idle[is_free]
+        is_plain = not self.frames.pinned and not np.count_nonzero(self.frames.sealed[free])
+        if not is_plain or (len(tenants.names) > 1 and np.count_nonzero(tenants.of_frame[idle] != tenant)):
+            for frame in idle[::-1].tolist():
+                self.settle_frame(frame)
+            return
+        if len(free):
+            self.frames.free(free)
+            entries = entries[~is_free]
+        if len(entries):
+            self.lru.rest_all(entries[::-1], tenant)
 
     def unmap_slot(self, slot: int) -> None:
         """A page table entry does not name `slot` any more."""

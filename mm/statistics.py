@@ -45,6 +45,8 @@ class EventCounters:
     truncate: int
     prefix_query: int = 0  # tokens of prompts that were looked up and admitted
     prefix_hit: int = 0  # of these, tokens served from the cache
+    prefix_return: int = 0  # tokens looked up for Sequences that came back after preemption, which are no queries
+    prefix_recover: int = 0  # of these, tokens that were still cached
     evict: int = 0  # cached pages lost for want of memory
     refault: int = 0  # of these, pages computed again while that was remembered
     direct_reclaim: int = 0  # pages that an allocation reclaimed itself

@@ -74,6 +74,12 @@ class Swapper:
         self._frames = residency.frames
         self._cache = residency.cache
 
+    def arriving_of(self, tenant: int) -> int:
+        """`arriving_frames` that are charged to `tenant` now."""
+        charged = self._residency.tenants.of_frame
+        leaving = (transfer.orders.out_frames for transfer in self.in_flight.values())
+        return sum(int(np.count_nonzero(charged[frames] == tenant)) for frames in leaving)
+
     # --- slots
 
     def obtainable_slots(self, tenant: int, clean: int = 0) -> int:

@@ -10,10 +10,10 @@ A *tenant* is a name that requests are submitted under. Each held frame is charg
 
 so a mapped frame is charged to a tenant that maps it, and a cached one to the last that did (invariant 11).
 
-    min     frames of cached pages that others can never reclaim
+    min     frames that others can never have: neither by reclaim of idle pages nor by preemption
     low     the same, as long as unprotected pages can be found elsewhere
-    high    above it the tenant's own cached pages are reclaimed first, and it should be admitted nothing more
-    max     above it nothing is allocated: only its own cached pages are reclaimed for it
+    high    above it the tenant's own cached pages are reclaimed first, and it is admitted nothing more while it runs
+    max     above it nothing is allocated: its own cached pages are reclaimed for it, then its own Sequences preempted
     swap_max    slots its pages may fill
     weight  how long its idle pages are kept: with twice the weight, twice as long
     isolate its pages are found by its own requests alone
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mm.addresses import BoolArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, IndexArray, Int32Array, Int64Array
 
 MAX_TENANTS = 256
 """Tenants that are told apart; later names share the last one. Bounds every table that has a place per tenant."""
@@ -105,6 +105,14 @@ class Tenants:
             for each in self.limits
         )
 
+    def tier(self, tenant: int) -> int:
+        """How well its memory is protected: 3 above high, 2 above low, 1 above min, 0 within min.
+
+        Highest first, others take from it: its idle pages in reclaim, its Sequences in preemption; at 0 they do not.
+        """
+        limits, usage = self.limits[tenant], self._usage[tenant]
+        return (usage > limits.high) + (usage > limits.low) + (usage > limits.min)
+
     # --- charging frames
 
     def charge(self, frames: Int32Array, tenants: Int32Array) -> None:
@@ -117,7 +125,7 @@ class Tenants:
             self.usage[:count] += np.bincount(tenants, minlength=count)
         np.maximum(self.peak[:count], self.usage[:count], out=self.peak[:count])
 
-    def uncharge(self, frames: Int32Array) -> None:
+    def uncharge(self, frames: Int32Array | IndexArray) -> None:
         """The frames became free."""
         count = len(self.names)
         if count == 1:

@@ -39,19 +39,20 @@ def running_usage(prompt_tokens: int, completion_tokens: int) -> bytes:
 def cache_info(choice: Choice) -> dict[str, Any]:
     """What the page cache did for a choice that has ended.
 
-    {"cached_tokens": 32, "miss": {"reason": "evicted", "position": 32, "evicted_at": 1790000000.1, "evicted_for": "…"}}
+    {"cached_tokens": 32, "miss": {"reason": "evicted", "position": 32, "evicted_at": 1790000000.1}}
 
-    position: the first prompt token that was computed. evicted_at, a unix time in seconds, and evicted_for, the request
-    that needed the memory, come with reason "evicted" only. miss is null where the cache was not asked.
+    position: the first prompt token that was computed. evicted_at, a unix time in seconds, comes with reason "evicted"
+    only. A client learns about pages that it could have been served, and of nobody else: that the same prompt is cached
+    under a salt of others is told as if it were not.
     """
     ended = choice.ended
     assert ended is not None, "sent before the end of the choice was known"
     miss: dict[str, Any] | None = None
     if ended.miss is not None:
-        miss = {"reason": ended.miss.reason, "position": ended.miss.position}
+        miss = {"reason": ended.miss.told_reason, "position": ended.miss.position}
         if ended.miss.evicted_s is not None:
             age_s = time.monotonic() - ended.miss.evicted_s
-            miss |= {"evicted_at": round(time.time() - age_s, 3), "evicted_for": ended.miss.evicted_for}
+            miss["evicted_at"] = round(time.time() - age_s, 3)
     return {"cached_tokens": ended.cached_tokens, "miss": miss}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from mm import PAGE_SIZE, MemoryManager, OvercommitMode, pages_for
+from mm import PAGE_SIZE, MemoryManager, OvercommitMode, Watermarks, pages_for
 from model.config import ModelConfig, read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.cuda_namespace import check_cuda_namespace
@@ -27,7 +27,8 @@ from service.engine import Engine, EngineObserver
 from service.engine_client import Limits, LocalEngineClient
 from service.errors import ConfigurationError
 from service.scheduler import Scheduler, SchedulerSettings
-from service.settings import Settings
+from service.settings import Settings, watermark_shares
+from service.tenant_settings import tenant_limits
 
 log = structlog.get_logger("pagewalk.assembly")
 
@@ -96,22 +97,27 @@ def assemble(
         page_size=settings.page_size,
         slots=executor.slots,
         opened_slots=0,
+        watermarks=Watermarks.from_shares(executor.frames, *watermark_shares(settings)),
     )
     memory.ledger.mode = OvercommitMode(settings.overcommit)
+    for name, limits in tenant_limits(settings.tenants, executor.frames, executor.slots, executor.frame_bytes).items():
+        memory.tenants.set_limits(name, limits)
     bounds = SchedulerSettings(
         max_running=sizes.running,
         max_batched_tokens=sizes.tokens,
         max_length=max_length,
         finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
+        prefix_caching=settings.enable_prefix_caching,
     )
     scheduler = Scheduler(memory, bounds)
-    limits = Limits(
+    request_limits = Limits(
         max_model_len=max_length,
-        max_request_tokens=memory.max_tokens,
+        max_request_tokens=memory.max_tokens_of(None),
+        tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
         max_waiting=settings.max_waiting,
         vocabulary=config.vocabulary,
     )
-    engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s)
+    engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s)
     client = LocalEngineClient(engine)
     engine.connect(0, client)
     return Assembly(

@@ -10,9 +10,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from mm import EventCounters, MemoryInformation
+from mm import EventCounters, MemoryInformation, MissReason
 from model.step_plan import SamplingParameters
-from service.errors import Draining, EngineDead, Loading, QueueFull
+from service.errors import BadRequest, Draining, EngineDead, Loading, QueueFull, quoted
+
+DEFAULT_TENANT = "default"
+"""Whose requests are those that name no tenant."""
 
 EndReason = Literal["stop", "length", "timeout", "abort", "error"]
 
@@ -46,7 +49,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int
     sampling: SamplingParameters
     end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     prefix_cache: bool = True  # read and fill the page cache
     cache_salt: str = ""  # cached pages are shared among equal salts only
     siblings: list[Sibling] = []
@@ -72,12 +75,19 @@ Message = Submit | Cancel | Finish
 
 
 class MissInfo(msgspec.Struct, frozen=True):
-    """Why the prompt's tokens from `position` on were not served from the page cache (mm.lookup.MissReason)."""
+    """Why the prompt's tokens from `position` on were not served from the page cache (mm.lookup.MissReason).
+
+    Who else is concerned (who writes the page, for whom it went) stays in mm, for operators.
+    """
 
     reason: str
     position: int
-    evicted_s: float | None = None  # EVICTED: the engine's clock when it went, ...
-    evicted_for: str = ""  # ... and the request that needed the frame
+    evicted_s: float | None = None  # EVICTED: the engine's clock when it went
+
+    @property
+    def told_reason(self) -> str:
+        """The reason as its client may know it: not that others, under another salt, have asked the same."""
+        return str(MissReason.NEVER_COMPUTED) if self.reason == MissReason.OTHER_SALT else self.reason
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +119,7 @@ class Ended(msgspec.Struct, frozen=True):
     end_token: int = -1  # the end id that was sampled, for reason "stop"
     output_tokens: int = 0
     cached_tokens: int = 0
-    miss: MissInfo | None = None  # None if it did not ask the cache, or never ran
+    miss: MissInfo | None = None  # None if it never ran
     preemptions: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0
@@ -148,6 +158,27 @@ class Limits(msgspec.Struct, frozen=True):
     max_request_tokens: int  # the same, as far as the whole KV pool can hold it; the smaller of both counts
     max_waiting: int  # Sequences in the queue; more are refused with QueueFull
     vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
+    tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
+
+    def request_tokens(self, tenant: str) -> int:
+        """Prompt + output of one Sequence of `tenant` that can be held."""
+        return min(self.max_model_len, self.tenant_request_tokens.get(tenant, self.max_request_tokens))
+
+    def check_fits(self, prompt_tokens: int, output_tokens: int, tenant: str) -> None:
+        """Raises BadRequest for a Sequence that could not run alone on an empty server; it has the true numbers."""
+        needed, window = prompt_tokens + output_tokens, self.request_tokens(tenant)
+        if needed <= window:
+            return
+        limit = f"This model's maximum context length is {self.max_model_len} tokens."
+        if needed <= self.max_model_len:
+            limit = f"This server's KV memory holds {window} tokens of one request."
+            if window < self.max_request_tokens:
+                limit = f"The share of this server's KV memory that is yours holds {window} tokens of one request."
+        raise BadRequest(
+            f"{limit} However, you requested {quoted(needed, 32)} tokens ({prompt_tokens} in the prompt, "
+            f"{quoted(output_tokens, 32)} for the output). Please shorten one of them.",
+            param="max_tokens",
+        )
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
@@ -235,7 +266,11 @@ class LocalEngineClient:
             raise QueueFull(f"{waiting} requests are waiting, the limit is {limit}: try again later", retry_after_s=1)
 
     def submit(self, message: Submit, sink: TokenSink) -> None:
-        """Start a Sequence; its tokens go to `sink` until it ends. Raises what `check_admission` raises."""
+        """Start a Sequence; its tokens go to `sink` until it ends.
+
+        Raises BadRequest for one that can never fit, and what `check_admission` raises.
+        """
+        self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
         self.check_admission(1)
         self._sinks[message.sequence_id] = sink
         self._engine.post(self._front_end, message)

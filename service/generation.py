@@ -14,8 +14,8 @@ from typing import Any
 
 from model.step_plan import SamplingParameters
 from service.choice import Choice, Delta
-from service.engine_client import EndReason, Limits, Submit
-from service.errors import BadRequest, EngineDead, quoted
+from service.engine_client import DEFAULT_TENANT, EndReason, Limits, Submit
+from service.errors import BadRequest, EngineDead
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
 from service.served_model import ServedModel
 from service.token_stream import Inbox, TokenStream
@@ -88,21 +88,10 @@ def output_tokens(prompt_tokens: int, asked: int | None, limits: Limits, *, defa
 
     Raises BadRequest by the length rules above; the message has the true numbers.
     """
-    length, window = limits.max_model_len, min(limits.max_model_len, limits.max_request_tokens)
-    output = 1 if asked is None else asked
-    needed = prompt_tokens + output
-    if needed > window:
-        limit = f"This model's maximum context length is {length} tokens."
-        if needed <= length:
-            limit = f"This server's KV memory holds {window} tokens of one request."
-        raise BadRequest(
-            f"{limit} However, you requested {quoted(needed, 32)} tokens ({prompt_tokens} in the prompt, "
-            f"{quoted(output, 32)} for the output). Please shorten one of them.",
-            param="max_tokens",
-        )
+    limits.check_fits(prompt_tokens, 1 if asked is None else asked, DEFAULT_TENANT)
     if asked is not None:
         return asked
-    rest = window - prompt_tokens
+    rest = limits.request_tokens(DEFAULT_TENANT) - prompt_tokens
     return rest if default is None else min(default, rest)
 
 

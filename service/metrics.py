@@ -93,6 +93,7 @@ class ServedFacts:
         gpu_memory_utilization: float,
         max_model_len: int,
         tier: Literal["gpu", "host"],
+        prefix_caching: bool,
         snapshot: Callable[[], EngineSnapshot],
     ) -> None:
         self.snapshot = snapshot
@@ -103,7 +104,7 @@ class ServedFacts:
             "block_size": str(page_size),
             "num_gpu_blocks": str(frames),
             "cache_dtype": dtype,
-            "enable_prefix_caching": "True",  # requests may opt out one by one
+            "enable_prefix_caching": str(prefix_caching),  # requests may opt out one by one
             "gpu_memory_utilization": str(gpu_memory_utilization),
         }
         steps = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
@@ -248,8 +249,11 @@ class Metrics(Collector):
         frames.add_metric(["active"], memory.active_frames)
         frames.add_metric(["copying"], memory.copying_frames)
         yield frames
-        size = GaugeMetricFamily("pagewalk_kv_bytes", "Memory for keys and values", labels=["tier"])
-        size.add_metric([facts.tier], memory.total_frames * snapshot.frame_bytes)
+        size = GaugeMetricFamily("pagewalk_kv_bytes", "Memory for keys and values: pool and swap area", labels=["tier"])
+        places = {"gpu": 0, "host": memory.total_slots}
+        places[facts.tier] += memory.total_frames
+        for tier, count in places.items():
+            size.add_metric([tier], count * snapshot.frame_bytes)
         yield size
         events = CounterMetricFamily("pagewalk_kv_events", "Events of the memory manager", labels=["kind"])
         kinds = {
@@ -264,6 +268,14 @@ class Metrics(Collector):
         for kind, count in kinds.items():
             events.add_metric([kind], count)
         yield events
+        returned = CounterMetricFamily(
+            "pagewalk_readmitted_tokens",
+            "Tokens of sequences that came back after preemption: still cached, or computed again",
+            labels=["state"],
+        )
+        returned.add_metric(["cached"], counters.prefix_recover)
+        returned.add_metric(["computed"], counters.prefix_return - counters.prefix_recover)
+        yield returned
         steps = HistogramMetricFamily("pagewalk_step_seconds", "Host time of a step by phase", labels=["phase"])
         for phase, histogram in self._step_s.items():
             steps.add_metric([phase], histogram.buckets(), histogram.sum)
@@ -289,7 +301,7 @@ class Metrics(Collector):
             "vllm:num_requests_waiting_by_reason", "Sequences that wait, by reason", labels=[*keys, "reason"]
         )
         by_reason.add_metric([*values, "capacity"], waiting)
-        by_reason.add_metric([*values, "deferred"], 0)  # nothing is deferred: admission is in order of arrival
+        by_reason.add_metric([*values, "deferred"], 0)  # who waits at a limit of its tenant waits for capacity, too
         yield by_reason
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*keys, *facts.cache])
         cache.add_metric([*values, *facts.cache.values()], 1)
@@ -298,7 +310,7 @@ class Metrics(Collector):
         counts = {
             "prompt_tokens": ("Prompt tokens of answered requests", self._prompt_tokens),
             "prompt_tokens_cached": ("... of them not computed", self._cached_tokens),
-            "prefix_cache_queries": ("Tokens looked up in the page cache, at each admission", counters.prefix_query),
+            "prefix_cache_queries": ("Prompt tokens looked up in the page cache", counters.prefix_query),
             "prefix_cache_hits": ("... of them found", counters.prefix_hit),
             "generation_tokens": ("Tokens generated", self._generated_tokens),
             "num_preemptions": ("Times a sequence lost its memory to another", snapshot.preemptions),

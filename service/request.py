@@ -14,6 +14,9 @@ from mm.addresses import Int32Array
 from model.step_plan import SamplingParameters
 from service.engine_client import MissInfo, Submit
 
+Key = tuple[int, int]
+"""(front end, sequence id): what tells a Sequence from all others."""
+
 
 class State(Enum):
     WAITING = auto()
@@ -46,7 +49,9 @@ class Sequence:
     in_flight: int = 0  # sampled tokens of steps that were submitted before it was preempted and are not committed yet
     chain: ContentChain | None = None  # names of its pages, while it waits
     awaited_steps: int = 0  # steps it waited for pages that others computed
-    blocked_at: int = -1  # available frames when it last did not fit
+    place: int = 0  # in the queue, while it waits
+    blocked_at: int = -1  # frames of the pool that it could have when it last did not fit
+    held_at: int = -1  # frames that its tenant's limits left it when it last did not fit into these
     cached_of_row: int = 0  # tokens that were cached when it last entered a row
     cached_tokens: int = 0  # the same, the first time: what the client is told
     miss: MissInfo | None = None  # why no more was cached, the first time
@@ -78,6 +83,6 @@ class Sequence:
         return self.prompt_tokens + self.max_tokens
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         """What tells it from all others: sequence ids are unique in one front end only."""
         return self.front_end, self.sequence_id

@@ -21,15 +21,18 @@ a `_Steady` keeps what does not, so that a step costs a dozen numpy operations.
 Rules, cited by number below:
   1. Decodes come first, then running prefills in order of arrival, then admissions in order of arrival.
   2. Only a younger Sequence is preempted for an older one, so the oldest always gets on; the youngest goes first.
+     At a tenant's max that holds within the tenant: for its oldest, its younger ones.
   3. A preempted Sequence waits at the head of the queue, and until its tokens in flight are committed.
   4. Admission needs frames for all tokens of the Sequence, what running prefills still need, and headroom for decodes.
   5. Who needs pages that another is just computing waits for them, up to AWAIT_STEPS steps, and lets others go ahead.
   6. Pages are cached at commit, when the step that filled them is known to be good.
+  7. A tenant at one of its limits holds up itself alone: its others wait, in order, and other tenants pass them by.
+  8. Memory that a tenant's min protects is never taken by preemption for others, and what low protects last.
 """
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -37,10 +40,13 @@ import numpy as np
 from mm import (
     Action,
     Candidates,
+    Lack,
     MemoryManager,
     Namespace,
     OverCommit,
+    OverTenantLimit,
     PrefixMatch,
+    Room,
     SharedPrefixes,
     SwapOrders,
     pages_for,
@@ -48,11 +54,15 @@ from mm import (
 from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.engine_client import Ended, EndReason
-from service.request import Sequence, State
+from service.request import Key, Sequence, State
 from service.sequences import Sequences, row_of, space_of
 
 LOOK_AHEAD = 32
-"""Waiting Sequences that one step looks at: those in front may be waiting for pages that others compute."""
+"""Waiting Sequences that one step passes by, or counts as waiting: those in front may be waiting for pages that others
+compute."""
+
+MOST_ADMISSIONS = 128
+"""Sequences that one step admits, however small they are: each costs some 50 us of the host."""
 
 AWAIT_STEPS = 64
 """Steps that a Sequence waits at most for pages that others compute; then it computes them itself."""
@@ -67,8 +77,8 @@ class SchedulerSettings:
     max_running: int  # Sequences that run at once
     max_batched_tokens: int  # query tokens of one step
     max_length: int  # prompt + output of one Sequence
-    admission_headroom: float = 0.01  # share of the pool that admissions leave free while others run
     finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
+    prefix_caching: bool = True  # whether requests may read and fill the page cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +147,7 @@ class Scheduler:
         self._steady: _Steady | None = None
         self._grouped: _Grouped | None = None
         self._swaps_work = memory.swap.total > 0
+        self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
     # --- what the engine calls
 
@@ -230,6 +241,7 @@ class Scheduler:
             and not (all_.waiting and self._has_place)
             and not all_.swapped
             and len(steady.rows) <= self.memory.available_frames
+            and (not self.memory.tenants.is_limited or self.memory.shortage(steady.rows, steady.ones) is None)
         )
 
     @property
@@ -301,31 +313,34 @@ class Scheduler:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
         state, lengths = self._rows, self.memory.tables.lengths
         rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
-        if len(rows) <= self.memory.available_frames:
+        if len(rows) <= self.memory.available_frames and not self.memory.tenants.is_limited:
             return rows
-        while (needed := self._frames_of_decodes(rows)) > self.memory.available_frames + self.memory.arriving_frames:
-            if not self._preempt_for(self.sequences.oldest(), needed - self.memory.available_frames):
-                break
-            rows = rows[state.remaining[rows] > 0]
-        return self._hold_back(rows)
+        while len(rows) and (lack := self.memory.room().lack_of_all(self._needs(rows))) is not None:
+            oldest = self.sequences.oldest(lack.tenant)
+            if lack.frames > self.memory.arriving_of(lack.tenant) and self._preempt_for(oldest, lack):
+                rows = rows[state.remaining[rows] > 0]
+            else:
+                rows = self._hold_back(rows, lack)
+        return rows
 
-    def _hold_back(self, rows: Int32Array) -> Int32Array:
-        """Without the youngest ones that need frames which are not there yet: those are on their way to swap."""
-        if self._frames_of_decodes(rows) <= self.memory.available_frames:
-            return rows
-        rows = rows[np.argsort(self._rows.arrival[rows])]
-        needs = np.array([self._frames_of_decodes(rows[i : i + 1]) for i in range(len(rows))], np.int32)
-        return rows[np.cumsum(needs) <= self.memory.available_frames]
+    def _hold_back(self, rows: Int32Array, lack: Lack) -> Int32Array:
+        """Without the youngest that need the frames which are not there yet: those are on their way to swap."""
+        theirs = rows if lack.tenant is None else rows[self.memory.tables.tenants[rows] == lack.tenant]
+        needs = np.array([self._frames_of_decodes(theirs[i : i + 1]) for i in range(len(theirs))], np.int32)
+        theirs, needs = theirs[needs > 0], needs[needs > 0]
+        youngest = np.argsort(-self._rows.arrival[theirs])
+        count = int(np.searchsorted(np.cumsum(needs[youngest]), lack.frames)) + 1
+        return rows[~np.isin(rows, theirs[youngest[:count]])]
 
-    def _preempt_for(self, sequence: Sequence, frames: int) -> bool:
-        """Preempt younger ones to get `frames`: whom, and by swap or recomputation, mm's score says (rule 2)."""
-        younger = self.sequences.younger_than(sequence, self.sequences.running)
+    def _preempt_for(self, sequence: Sequence, lack: Lack) -> bool:
+        """Preempt a younger one to get what `sequence` lacks: whom, and by swap or recomputation, mm's score says."""
+        younger = self._who_may_go(sequence, self.sequences.running, lack)
         if not younger:  # swapped ones still hold what they share among each other
-            swapped = self.sequences.younger_than(sequence, self.sequences.swapped)
+            swapped = self._who_may_go(sequence, self.sequences.swapped, lack)
             if swapped:
                 self.sequences.recompute(swapped[-1])
             return bool(swapped)
-        victim = self.memory.choose_victim(self._candidates(younger), frames)
+        victim = self.memory.choose_victim(self._candidates(younger), lack.frames)
         if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
             self.sequences.recompute(younger[-1])
             return True
@@ -334,6 +349,22 @@ class Scheduler:
             for sequence in victims:
                 self.sequences.recompute(sequence)
         return True
+
+    def _who_may_go(self, sequence: Sequence, among: Mapping[Key, Sequence], lack: Lack) -> list[Sequence]:
+        """Who of `among` may be preempted for `sequence`, oldest first (rules 2, 7 and 8)."""
+        younger = self.sequences.younger_than(sequence, among)
+        tenants = self.memory.tenants
+        if not tenants.is_limited or not younger:
+            return younger
+        if lack.tenant is not None:
+            return [other for other in younger if tenants.id(other.tenant) == lack.tenant]
+        tiers = [tenants.tier(tenants.id(other.tenant)) for other in younger]
+        best = max(
+            (tier for other, tier in zip(younger, tiers, strict=True) if tier or other.tenant == sequence.tenant),
+            default=-1,
+        )
+        chosen = [other for other, tier in zip(younger, tiers, strict=True) if tier == best]
+        return chosen if best else [other for other in chosen if other.tenant == sequence.tenant]
 
     def _candidates(self, sequences: list[Sequence]) -> Candidates:
         """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
@@ -346,23 +377,53 @@ class Scheduler:
     def _return_from_swap(self) -> None:
         """Let those run whose pages are back; order pages back as there is room, oldest first, before any admission."""
         all_ = self.sequences
+        self._held.clear()
         has_room = True
         for sequence in sorted(all_.swapped.values(), key=lambda other: int(self._rows.arrival[row_of(other)])):
-            space = space_of(sequence)
-            if space.is_resident:
+            if sequence.state is not State.SWAPPED:
+                continue  # it gave up what it held for an older one
+            if space_of(sequence).is_resident:
                 all_.return_from_swap(sequence)
-            elif has_room:
-                room = self.memory.available_frames - (self._headroom if all_.running else 0)
-                has_room = int(self.memory.tables.barred[space.row]) <= room and all_.bring_in(sequence)
+            elif has_room and sequence.tenant not in self._held:
+                lack = self._lack_of_return(sequence)
+                if lack is None:
+                    has_room = all_.bring_in(sequence)
+                    continue
+                if lack.tenant is None:
+                    has_room = False
+                else:
+                    self._held.add(sequence.tenant)
+                is_alone = not (all_.running if lack.tenant is None else all_.running_by_tenant[sequence.tenant])
+                if is_alone and lack.frames > self.memory.arriving_of(lack.tenant):
+                    self._preempt_for(sequence, lack)  # nobody's end would ever make room: younger ones in swap do
+
+    def _lack_of_return(self, sequence: Sequence) -> Lack | None:
+        """What is missing to bring a SWAPPED one in and leave a frame to each that runs (rule 4)."""
+        room, tenant = self.memory.room(), self.memory.tenants.id(sequence.tenant)
+        pages = int(self.memory.tables.barred[row_of(sequence)])
+        beside = self.sequences.running_by_tenant[sequence.tenant]
+        if room.is_limited and (over := pages + beside - room.left[tenant]) > 0:
+            return Lack(over, tenant)
+        return room.lack(tenant, pages + (self._headroom if self.sequences.running else 0))
 
     @property
     def _headroom(self) -> int:
         """Frames that are left free for those that run when another one comes (rule 4)."""
-        share = int(self.memory.frames.total * self.settings.admission_headroom)
-        return max(share, len(self.sequences.running))
+        return max(self.memory.reclaimer.watermarks.min, len(self.sequences.running))
 
     def _frames_of_decodes(self, rows: Int32Array) -> int:
         return self.memory.frames_needed(rows, np.ones(len(rows), np.int32)) if len(rows) else 0
+
+    def _needs(self, decodes: Int32Array) -> Int64Array:
+        """The same by tenant."""
+        return self.memory.needs(decodes, np.ones(len(decodes), np.int32))
+
+    def _room_beside(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> Room:
+        """What is left when these have what they need."""
+        room = self.memory.room()
+        if len(decodes) or chunks:
+            room.take_all(self.memory.needs(*_rows_and_counts(decodes, chunks)))
+        return room
 
     def _choose_prefills(self, decodes: Int32Array) -> tuple[Int32Array, list[tuple[Sequence, int]]]:
         """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
@@ -372,64 +433,116 @@ class Scheduler:
         if not len(prefilling):
             return decodes, chunks
         budget = self.settings.max_batched_tokens - len(decodes)
-        taken = self._frames_of_decodes(decodes)
+        room, tenants = self._room_beside(decodes, chunks), self.memory.tenants
+        passed_by: set[int] = set()
         for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
-            if budget <= 0 or sequence.state is not State.RUNNING:
-                break  # preempted for an older one, and so are all after it
+            tenant = tenants.id(sequence.tenant)
+            if budget <= 0:
+                break
+            if sequence.state is not State.RUNNING or tenant in passed_by:
+                continue  # preempted for an older one; or its tenant's older ones come first
             row = row_of(sequence)
             count = min(int(state.remaining[row]), budget)
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
-            while frames > self.memory.available_frames - taken:
-                if frames <= self.memory.available_frames + self.memory.arriving_frames - taken:
-                    return decodes, chunks  # they are on their way
-                if not self._preempt_for(sequence, frames + taken - self.memory.available_frames):
-                    return decodes, chunks  # the youngest waits: the older ones will end
-                before = self._frames_of_decodes(decodes)
+            while (lack := room.lack(tenant, frames)) is not None:
+                if lack.frames <= self.memory.arriving_of(lack.tenant) or not self._preempt_for(sequence, lack):
+                    break  # they are on their way; or it is the youngest and waits: the older ones will end
                 decodes = decodes[state.remaining[decodes] > 0]
-                taken -= before - self._frames_of_decodes(decodes)
-            chunks.append((sequence, count))
-            taken += frames
-            budget -= count
+                room = self._room_beside(decodes, chunks)
+            if lack is None:
+                chunks.append((sequence, count))
+                room.take(tenant, frames)
+                budget -= count
+            elif lack.tenant is None:
+                break  # and so do all who are younger
+            else:
+                passed_by.add(tenant)
         return decodes, chunks
 
     def _admit(self, decodes: Int32Array, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """First chunks of Sequences that enter a row now (rule 4)."""
         chunks: list[tuple[Sequence, int]] = []
-        if not self.sequences.waiting or self.sequences.swapped or budget <= 0:
+        if not self.sequences.waiting or budget <= 0 or not self._held.issuperset(self._tenants_in_swap()):
             return chunks
-        state, tables = self._rows, self.memory.tables
-        prefilling = np.flatnonzero(state.remaining > 1).astype(np.int32)
-        totals = tables.lengths[prefilling] + state.remaining[prefilling]
-        promised = -(-totals // tables.page_size) - tables.pages(prefilling)
-        promised += tables.exposed[prefilling]  # a copy of the page that it shares in part
-        free = self.memory.available_frames - self._frames_of_decodes(decodes) - int(promised.sum())
-        for sequence in list(islice(self.sequences.waiting.values(), LOOK_AHEAD)):
+        tenants = self.memory.tenants
+        room = self._room_beside_prompts(decodes)
+        passed_by = set(self._held)
+        awaiting = 0
+        for sequence in self.sequences.waiting.in_order(MOST_ADMISSIONS, passed_by):
+            tenant = tenants.id(sequence.tenant)
+            free = room.pool_for(tenant)
             if budget <= 0 or not self._has_place or sequence.in_flight or free <= sequence.blocked_at:
                 break  # rule 3; or no more is free than when it did not fit
+            left = self._left_to(sequence.tenant, room) if room.is_limited else free
+            if left <= sequence.held_at:
+                passed_by.add(sequence.tenant)
+                continue  # rule 7
             match = self._look_up(sequence)
             if match is not None and self._should_await(sequence, match):
+                awaiting += 1
+                if awaiting == LOOK_AHEAD:
+                    break
                 continue  # rule 5
             count = len(sequence.tokens)
-            frames = pages_for(count, tables.page_size)
-            if match is not None:
-                frames = match.frames_for(count, tables.page_size) + match.idle_frames
+            match, frames = self._what_fits(match, count, min(free, left))
+            if room.is_limited and frames > left:
+                sequence.held_at = left
+                passed_by.add(sequence.tenant)
+                continue
             if self.sequences.running and frames + self._headroom > free:
                 sequence.blocked_at = free
                 break
-            if frames > free:  # alone it fits, but not beside cached pages of which it needs a copy too
-                match = None if match is None else match.whole_pages(tables.page_size)
-                frames = pages_for(count, tables.page_size)
             try:
                 self.sequences.enter(sequence, match, now)
             except OverCommit:  # strict mode: its whole length cannot be promised beside those of the others
                 sequence.blocked_at = free
                 break
-            free -= frames
+            room.take(tenant, frames)
             if sequence.state is not State.RUNNING:
+                passed_by.add(sequence.tenant)
                 continue  # some of its pages are in swap: it runs when they are back
             chunks.append((sequence, min(count - sequence.cached_of_row, budget)))
             budget -= chunks[-1][1]
         return chunks
+
+    def _tenants_in_swap(self) -> set[str]:
+        return {sequence.tenant for sequence in self.sequences.swapped.values()}
+
+    def _room_beside_prompts(self, decodes: Int32Array) -> Room:
+        """What is left when `decodes` have their frames, and the running prefills all that they still need (rule 4)."""
+        room, tables = self._room_beside(decodes, []), self.memory.tables
+        prefilling = np.flatnonzero(self._rows.remaining > 1).astype(np.int32)
+        if len(prefilling):
+            totals = tables.lengths[prefilling] + self._rows.remaining[prefilling]
+            promised = -(-totals // tables.page_size) - tables.pages(prefilling)
+            promised += tables.exposed[prefilling]  # a copy of the page that it shares in part
+            room.take_all(np.bincount(tables.tenants[prefilling], weights=promised).astype(np.int64))
+        return room
+
+    def _left_to(self, tenant: str, room: Room) -> int:
+        """Frames that a tenant's limits leave to one more Sequence (rule 7).
+
+        While it has others running: up to high, and a frame below max for each of them; else up to max.
+        """
+        number = self.memory.tenants.id(tenant)
+        limits, left = self.memory.tenants.limits[number], room.left[number]
+        if beside := self.sequences.running_by_tenant[tenant]:
+            return left - max(beside, limits.max - limits.high)
+        return left
+
+    def _what_fits(self, match: PrefixMatch | None, tokens: int, free: int) -> tuple[PrefixMatch | None, int]:
+        """The match to begin with, and the frames that are not available any more once its prompt is computed.
+
+        Alone it may fit, but not beside a cached page of which it needs a copy too: then without that page.
+        """
+        page_size = self.memory.page_size
+        if match is None:
+            return None, pages_for(tokens, page_size)
+        frames = match.frames_for(tokens, page_size) + match.idle_frames
+        if frames > free:
+            match = match.whole_pages(page_size)
+            frames = match.frames_for(tokens, page_size) + match.idle_frames
+        return match, frames
 
     def _that_fit(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Without the last chunks, if all together need more frames than there are.
@@ -437,26 +550,30 @@ class Scheduler:
         Each was counted when it was chosen, but pages that several of them share, or want to copy, are only known when
         all are chosen. Who is left out has its row, and goes on as a running prefill.
         """
-        while chunks:
-            rows, counts = _rows_and_counts(decodes, chunks)
-            if self.memory.frames_needed(rows, counts) <= self.memory.available_frames:
-                break
-            chunks = chunks[:-1]
+        while chunks and (error := self.memory.shortage(*_rows_and_counts(decodes, chunks))) is not None:
+            last = len(chunks) - 1
+            if isinstance(error, OverTenantLimit):
+                theirs = [i for i, (sequence, _) in enumerate(chunks) if sequence.tenant == error.tenant]
+                last = theirs[-1] if theirs else last
+            chunks = chunks[:last] + chunks[last + 1 :]
         return chunks
 
     def _report_pressure(self) -> None:
         """Who stands still for want of pages, and who gets on. Waiting ones beyond LOOK_AHEAD are not counted."""
         all_ = self.sequences
         still = Counter(sequence.tenant for sequence in all_.swapped.values())
-        for sequence in islice(all_.waiting.values(), LOOK_AHEAD):
-            if sequence.blocked_at < 0:
+        passed_by: set[str] = set()
+        for sequence in all_.waiting.in_order(LOOK_AHEAD, passed_by):
+            if sequence.blocked_at < 0 and sequence.held_at < 0:
                 break
             still[sequence.tenant] += 1
+            if sequence.held_at >= 0:
+                passed_by.add(sequence.tenant)  # those behind it wait for their turn
         self.memory.report_pressure(still, all_.running_by_tenant)
 
     def _look_up(self, sequence: Sequence) -> PrefixMatch | None:
         """What of its tokens is cached; None if it does not use the cache."""
-        if not sequence.uses_cache:
+        if not (sequence.uses_cache and self.settings.prefix_caching):
             return None
         if sequence.chain is None:
             sequence.chain = self.memory.chain(sequence.tokens, Namespace(salt=sequence.cache_salt), sequence.tenant)

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mm import AddressSpace, MemoryManager, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
+from mm import AddressSpace, MemoryManager, Miss, MissReason, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
 from service.engine_client import Ended, EndReason, MissInfo
-from service.request import Sequence, State
+from service.request import Key, Sequence, State
 from service.rows import RunningRows
-
-Key = tuple[int, int]
+from service.waiting import WaitingQueue
 
 
 class Sequences:
@@ -28,7 +27,7 @@ class Sequences:
     def __init__(self, memory: MemoryManager, max_length: int) -> None:
         self.memory = memory
         self.rows = RunningRows(memory.tables.max_rows, max_length)
-        self.waiting: OrderedDict[Key, Sequence] = OrderedDict()  # in order of arrival
+        self.waiting = WaitingQueue()
         self.running: OrderedDict[Key, Sequence] = OrderedDict()
         self.swapped: OrderedDict[Key, Sequence] = OrderedDict()
         self.running_by_tenant: Counter[str] = Counter()
@@ -40,7 +39,8 @@ class Sequences:
         self._arrivals = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting[sequence.key] = sequence
+        self.memory.tenants.id(sequence.tenant)  # has a number, and so a place in every Room, from now on
+        self.waiting.append(sequence)
 
     def find(self, key: Key) -> Sequence | None:
         return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key)
@@ -51,9 +51,11 @@ class Sequences:
         younger = [other for other in among.values() if arrival[row_of(other)] > arrival[row_of(sequence)]]
         return sorted(younger, key=lambda other: int(arrival[row_of(other)]))
 
-    def oldest(self) -> Sequence:
-        """Of those that run."""
-        return min(self.running.values(), key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
+    def oldest(self, tenant: int | None = None) -> Sequence:
+        """Of those that run, or of one tenant's (its number in mm). There must be one."""
+        tenants = self.memory.tables.tenants
+        running = (each for each in self.running.values() if tenant is None or tenants[row_of(each)] == tenant)
+        return min(running, key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
 
     # --- transitions
 
@@ -63,11 +65,14 @@ class Sequences:
         Raises OverCommit, and then nothing has changed.
         """
         limit = sequence.limit
-        space = self.memory.create(sequence.request_id, tenant=sequence.tenant, match=match, max_tokens=limit)
-        del self.waiting[sequence.key]
+        is_back = sequence.admitted_s is not None
+        space = self.memory.create(
+            sequence.request_id, tenant=sequence.tenant, match=match, max_tokens=limit, is_back=is_back
+        )
+        self.waiting.remove(sequence)
         sequence.space = space
         sequence.chain = None  # a preempted one has more tokens when it returns
-        sequence.blocked_at = -1
+        sequence.blocked_at = sequence.held_at = -1
         sequence.cached_of_row = space.length
         self._arrivals += 1
         self.rows.enter(space.row, sequence, self._arrivals, sequence.cached_of_row)
@@ -76,9 +81,8 @@ class Sequences:
         if sequence.admitted_s is None:
             sequence.admitted_s = now
             sequence.cached_tokens = sequence.cached_of_row
-            if match is not None:
-                miss = match.miss
-                sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s, miss.evicted_for or "")
+            miss = Miss(MissReason.DISABLED, 0) if match is None else match.miss
+            sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s)
         if not space.is_resident:
             self._stop_running(sequence)
             self.bring_in(sequence)
@@ -93,8 +97,7 @@ class Sequences:
         self._leave(sequence)
         sequence.state = State.WAITING
         self._count_preemption(sequence)
-        self.waiting[sequence.key] = sequence
-        self.waiting.move_to_end(sequence.key, last=False)
+        self.waiting.put_first(sequence)
 
     def swap_out(self, victims: list[Sequence]) -> bool:
         """RUNNING -> SWAPPED, together: what they share with each other moves too. False: no slots, nothing done."""
@@ -134,7 +137,7 @@ class Sequences:
     ) -> Ended:
         """-> ENDED: release all that it holds, at once. Its frames may be reused by later steps, which run later."""
         if sequence.state is State.WAITING:
-            del self.waiting[sequence.key]
+            self.waiting.remove(sequence)
         else:
             self._leave(sequence)
         sequence.state = State.ENDED

@@ -31,7 +31,7 @@ from model.errors import ModelError
 from model.step_plan import SamplingParameters
 from service import logs
 from service.api import make_admin_app, make_app
-from service.engine_client import Ended, EngineDied, Event, Submit
+from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, Event, Submit
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.http_server import listen, make_runner
@@ -162,6 +162,7 @@ class Server:
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 max_model_len=assembly.client.limits.max_model_len,
                 tier="gpu" if assembly.device == "cuda" else "host",
+                prefix_caching=settings.enable_prefix_caching,
                 snapshot=assembly.client.snapshot,
             )
         )
@@ -300,7 +301,8 @@ async def end(loaded: Loaded, running: "asyncio.Task[None]") -> BaseException | 
 
 async def warm_up(loaded: Loaded) -> None:
     """Generate once before anybody is let in: kernels are built and chosen; a model that cannot run is found out."""
-    vocabulary, longest = loaded.assembly.client.limits.vocabulary, loaded.assembly.client.limits.max_request_tokens
+    limits = loaded.assembly.client.limits
+    vocabulary, longest = limits.vocabulary, limits.request_tokens(DEFAULT_TENANT)
     prompt = [position % vocabulary for position in range(1, min(64, longest - 2))]
     await generate(loaded, prompt or [0], 2)
 

@@ -3,14 +3,13 @@
 A setting is one field of `Settings`. Its name is that of the flag (`--max-num-seqs`), of the variable
 (`PAGEWALK_MAX_NUM_SEQS`) and of the key in the file (`max_num_seqs`); fields that hold seconds end in `_s` here, and
 without it outside. A name that nobody knows and a value that cannot be are errors of one line, never ignored.
+Tenants are tables, so they come from the file alone (tenant_settings.py).
 """
 
 import argparse
-import difflib
-import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -18,6 +17,9 @@ import msgspec
 import tomli_w
 import yaml
 from msgspec import Meta
+
+from service.setting_values import nearest, parse_share, parse_size
+from service.tenant_settings import TenantSettings, as_tables, read_tenants
 
 PREFIX = "PAGEWALK_"
 OTHER_VARIABLES = ("PAGEWALK_CONFIG", "PAGEWALK_API_KEY_FILE", "PAGEWALK_ADMIN_API_KEY_FILE")
@@ -136,6 +138,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "preempted; heuristic: more, since most answers end early; always: no check",
         ),
     ] = "heuristic"
+    watermarks: Annotated[
+        Text,
+        About(
+            "Device and memory",
+            "min,low,high as shares of the pool: under low free frames, cached pages are dropped or swapped out ahead "
+            "of need, until high are free; admissions leave min for those that run",
+            "MIN,LOW,HIGH",
+        ),
+    ] = "1%,2%,4%"
+    enable_prefix_caching: Annotated[
+        bool,
+        About(
+            "Device and memory", "keep pages of computed tokens, and find them again for prompts that begin with them"
+        ),
+    ] = True
     page_size: Annotated[
         int,
         Meta(ge=1, le=1024),
@@ -207,6 +224,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         About("Logs and metrics", "vllm: also the metric names that dashboards and gateways of the field read"),
     ] = "vllm"
 
+    tenants: dict[str, TenantSettings] = {}
+
 
 class Field(msgspec.Struct, frozen=True):
     """One field of Settings, taken apart."""
@@ -225,6 +244,10 @@ class Field(msgspec.Struct, frozen=True):
         return any(get_origin(part) is list for part in [self.type, *get_args(self.type)])
 
     @property
+    def is_switch(self) -> bool:
+        return get_args(self.type)[0] is bool
+
+    @property
     def choices(self) -> tuple[str, ...] | None:
         inner = get_args(self.type)[0]
         return get_args(inner) if get_origin(inner) is Literal else None
@@ -234,7 +257,9 @@ def _fields() -> dict[str, Field]:
     hints = get_type_hints(Settings, include_extras=True)
     found = {}
     for field in msgspec.structs.fields(Settings):
-        about = next(item for item in get_args(hints[field.name]) if isinstance(item, About))
+        about = next((item for item in get_args(hints[field.name]) if isinstance(item, About)), None)
+        if about is None:
+            continue  # tenants: no flag, no variable
         default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
         found[field.encode_name] = Field(field.encode_name, hints[field.name], about, default)
     return found
@@ -255,8 +280,10 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
     origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
     config = flags.get("config") or environ.get(f"{PREFIX}CONFIG")
     sources: list[tuple[Origin, dict[str, Any]]] = []
+    tenants: dict[str, TenantSettings] = {}
     if config:
-        sources.append((config, _read_file(Path(config))))
+        from_file, tenants = _read_file(Path(config))
+        sources.append((config, from_file))
     sources.append(("env", _read_environment(environ)))
     sources.append(("flag", {name: flags[name] for name in FIELDS if name in flags}))
     for origin, given in sources:
@@ -267,6 +294,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:  # each value was checked before: this is our own mistake
         raise AssertionError(f"settings disagree with themselves: {error}") from error
+    settings = msgspec.structs.replace(settings, tenants=tenants)
     _check_together(settings)
     return settings, origins
 
@@ -276,10 +304,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [MODEL] [flags]"
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in TOML or YAML")
+    parser.epilog = (
+        "Limits of tenants go into the --config file, a table for each name: [tenants.NAME] with memory_min, "
+        "memory_low, memory_high, memory_max, swap_max (a size such as 4GiB, or a share such as 25% of the pool or the "
+        "swap area), weight and isolate. A name that is not listed has no limits."
+    )
     groups: dict[str, Any] = {}
     for field in FIELDS.values():
         group = groups.get(field.about.group) or parser.add_argument_group(field.about.group)
         groups[field.about.group] = group
+        if field.is_switch:
+            group.add_argument(
+                field.flag,
+                *field.about.aliases,
+                dest=field.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=_help(field).replace("%", "%%"),
+            )
+            continue
         choices = field.choices
         metavar = "{" + ",".join(choices) + "}" if choices else field.about.metavar or field.name.split("_")[-1].upper()
         group.add_argument(
@@ -308,13 +351,9 @@ def to_toml(settings: Settings, origins: Mapping[str, Origin]) -> str:
             # tomli_w breaks lists over lines; of strings, JSON's form is TOML's too
             text = msgspec.json.encode(shown).decode() if isinstance(shown, list) else tomli_w.dumps({"": shown})[5:-1]
             lines.append(f"{field.name} = {text}  # {origin}")
+    if settings.tenants:
+        lines += ["", tomli_w.dumps({"tenants": as_tables(settings.tenants)}).rstrip()]
     return "\n".join(lines) + "\n"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean X?" for the end of an error message; empty where nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -334,6 +373,8 @@ class Parser(argparse.ArgumentParser):
 def _help(field: Field) -> str:
     if "(default" in field.about.text:
         return field.about.text
+    if field.is_switch:
+        return f"{field.about.text} (default: {'on' if field.default else 'off'})"
     default = "auto" if field.default is None and field.about.auto else field.default
     if isinstance(default, float) and default.is_integer() and not field.name.endswith("utilization"):
         default = int(default)
@@ -341,7 +382,8 @@ def _help(field: Field) -> str:
     return f"{field.about.text} (default: {shown})"
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TenantSettings]]:
+    """Settings by name, not converted yet, and the tenants. Raises SettingsError."""
     try:
         text = path.read_text("utf-8")
         if path.suffix == ".toml":
@@ -357,10 +399,14 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: {reason}") from error
     if not isinstance(values, dict):
         raise SettingsError(f"--config {path}: must be a list of name = value")
+    table = values.pop("tenants", {})
     for name in values:
         if name not in FIELDS:
-            raise SettingsError(f"{path}: {name} is no setting{nearest(str(name), FIELDS)}")
-    return values
+            raise SettingsError(f"{path}: {name} is no setting{nearest(str(name), [*FIELDS, 'tenants'])}")
+    try:
+        return values, read_tenants(table)
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -423,6 +469,8 @@ def _number_or_text(field: Field, text: str) -> Any:
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
     if float in kinds:
         return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) else text
+    if field.is_switch:
+        return {"true": True, "false": False, "1": True, "0": False}.get(text.lower(), text)
     return text
 
 
@@ -443,21 +491,24 @@ def _reason(field: Field, text: str) -> str:
     return text.strip()
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "text", "array": "a list"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "array": "a list"}
 
 
-def parse_size(text: str) -> int:
-    """Bytes from 4GiB, 512MiB, 1.5 GB, 1000000. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError("must be a size such as 4GiB or 512MiB")
-    unit = (match[2] or "").lower()
-    factor: int = (1024 if unit.endswith("i") else 1000) ** (" kmgt".index(unit[0]) if unit else 0)
-    return math.floor(float(match[1]) * factor)
+def watermark_shares(settings: Settings) -> tuple[float, float, float]:
+    """min, low and high as shares of the pool, 0 ... 1. Raises SettingsError."""
+    parts = settings.watermarks.split(",")
+    try:
+        least, low, high = [parse_share(part) for part in parts]
+    except ValueError:
+        raise SettingsError(f"--watermarks: must be three shares such as 1%,2%,4%, got {settings.watermarks}") from None
+    if not least <= low <= high < 1:
+        raise SettingsError(f"--watermarks: must not fall, and stay below 100%, got {settings.watermarks}")
+    return least, low, high
 
 
 def _check_together(settings: Settings) -> None:
     """What no field can say alone."""
+    watermark_shares(settings)
     sequences, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     if sequences is not None and tokens is not None and tokens < sequences:
         raise SettingsError(

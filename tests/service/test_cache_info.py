@@ -16,7 +16,7 @@ PROMPT = {
     "/v1/completions": {"prompt": "the"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
 }
-EVICTED = MissInfo("evicted", 32, evicted_s=0.0, evicted_for="another")
+EVICTED = MissInfo("evicted", 32, evicted_s=0.0)
 
 
 @pytest.mark.parametrize("path", BOTH)
@@ -43,7 +43,7 @@ async def test_cache_info_comes_with_the_end_of_a_choice(start: Start, path: str
     assert info["miss"].pop("evicted_at") == pytest.approx(engine_began, abs=60)
     assert info == {
         "cached_tokens": 32,
-        "miss": {"reason": "evicted", "position": 32, "evicted_for": "another"},
+        "miss": {"reason": "evicted", "position": 32},
     }
     plain = (await server.post(path, PROMPT[path] | {"stop": stop, "return_token_ids": True})).json
     assert whole["choices"] == plain["choices"], "cache_info adds to an answer and changes nothing else"
@@ -63,9 +63,12 @@ async def test_a_miss_is_told_without_what_it_does_not_have(start: Start) -> Non
     server = await start(engine={"miss": MissInfo("never_computed", 0)})
     choice = (await server.complete(return_cache_info=True)).json["choices"][0]
     assert choice["cache_info"] == {"cached_tokens": 0, "miss": {"reason": "never_computed", "position": 0}}
-    server.engine.miss = None
+    server.engine.miss = MissInfo("other_salt", 16)  # operators may see that somebody else asked the same
+    choice = (await server.complete(return_cache_info=True)).json["choices"][0]
+    assert choice["cache_info"] == {"cached_tokens": 0, "miss": {"reason": "never_computed", "position": 16}}
+    server.engine.miss = MissInfo("disabled", 0)
     choice = (await server.complete(return_cache_info=True, prefix_cache=False)).json["choices"][0]
-    assert choice["cache_info"] == {"cached_tokens": 0, "miss": None}
+    assert choice["cache_info"] == {"cached_tokens": 0, "miss": {"reason": "disabled", "position": 0}}
     assert "cache_info" not in (await server.complete()).json["choices"][0]
 
 
@@ -103,9 +106,11 @@ async def test_a_prompt_is_cached_from_one_request_to_the_next(monkeypatch: pyte
         assert before["vllm:prefix_cache_queries_total"] == before["vllm:prefix_cache_hits_total"] == 0, "warm-up"
         assert (await ask(ids))["reason"] == "never_computed"
         assert await ask(ids) == {"reason": "last_token", "position": 48}
-        assert await ask(ids, cache_salt="mine") == {"reason": "other_salt", "position": 0}
+        assert await ask(ids, cache_salt="mine") == {"reason": "never_computed", "position": 0}, (
+            "of others nothing is told"
+        )
         assert (await ask(ids, cache_salt="mine"))["reason"] == "last_token"
-        assert await ask(ids, prefix_cache=False) is None
+        assert await ask(ids, prefix_cache=False) == {"reason": "disabled", "position": 0}
         assert await ask([*ids[:20], 350, *ids[21:]]) == {"reason": "token_differs", "position": 20}
         assert [cached for cached, _ in answers] == [0, 48, 0, 48, 0, 20]
         assert len({tuple(tokens) for _, tokens in answers[:5]}) == 1, "the cache must not change an answer"

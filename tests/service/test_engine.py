@@ -290,7 +290,7 @@ async def test_reports_count_what_a_step_did() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit(1, "r", [1, 2], 3, SamplingParameters(0.5, 3, 0.9, 2**64 - 1), [7], "tenant"),
+        Submit(1, "r", [1, 2], 3, SamplingParameters(0.5, 3, 0.9, seed=2**64 - 1), [7], "tenant"),
         Cancel(5),
         Finish(5, 9),
         TokenBatch(3, [1, 2], [7, 8], [Ended(1, "stop", end_token=7)]),

@@ -28,6 +28,7 @@ MEMORY = MemoryInformation(
     tokens=390,
     unused_tokens=10,
     page_size=16,
+    total_slots=40,
 )
 REPORT = StepReport(
     step=1,
@@ -50,6 +51,8 @@ COUNTERS = EventCounters(
     truncate=0,
     prefix_query=640,
     prefix_hit=96,
+    prefix_return=50,
+    prefix_recover=32,
     evict=6,
     refault=2,
     swap_in=3,
@@ -79,6 +82,7 @@ def served(**changes: Any) -> ServedFacts:
         "gpu_memory_utilization": 0.9,
         "max_model_len": 8192,
         "tier": "host",
+        "prefix_caching": True,
         "snapshot": lambda: snapshot,
     }
     return ServedFacts(**(facts | changes))
@@ -153,13 +157,29 @@ def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
     assert found["vllm:num_requests_waiting_by_reason[('reason', 'capacity')]"] == 6
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7
-    assert found["pagewalk_kv_bytes[('tier', 'host')]"] == 100 * 1024
+    assert found["pagewalk_kv_bytes[('tier', 'host')]"] == (100 + 40) * 1024, (
+        "on the CPU the pool is in host memory, too"
+    )
+    assert found["pagewalk_kv_bytes[('tier', 'gpu')]"] == 0
     kinds = {"alloc": 30, "free": 5, "evict": 6, "refault": 2, "cow": 1, "swap_in": 3, "swap_out": 4}
     assert {kind: found[f"pagewalk_kv_events_total[('kind', '{kind}')]"] for kind in kinds} == kinds
     states = {"free": 60, "cached": 12, "active": 25, "copying": 3}
     assert {state: found[f"pagewalk_kv_frames[('state', '{state}')]"] for state in states} == states
     assert sum(value for name, value in found.items() if name.startswith("pagewalk_kv_frames")) == 100
     assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (640, 96)
+    assert found["pagewalk_readmitted_tokens_total[('state', 'cached')]"] == 32
+    assert found["pagewalk_readmitted_tokens_total[('state', 'computed')]"] == 18
+
+
+def test_the_bytes_of_a_gpu_server_are_in_both_tiers() -> None:
+    metrics = Metrics("1.2.3")
+    metrics.serve(served(tier="gpu", prefix_caching=False))
+    found = values(metrics)
+    assert found["pagewalk_kv_bytes[('tier', 'gpu')]"] == 100 * 1024
+    assert found["pagewalk_kv_bytes[('tier', 'host')]"] == 40 * 1024
+    assert any(
+        name.startswith("vllm:cache_config_info") and "('enable_prefix_caching', 'False')" in name for name in found
+    )
 
 
 def test_a_step_is_counted(metrics: Metrics) -> None:

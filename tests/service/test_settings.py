@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 
-from service.settings import FIELDS, Parser, Settings, SettingsError, add_flags, load_settings, parse_size, to_toml
+from mm import TenantLimits
+from service.errors import ConfigurationError
+from service.setting_values import parse_size
+from service.settings import (
+    FIELDS,
+    Parser,
+    Settings,
+    SettingsError,
+    add_flags,
+    load_settings,
+    to_toml,
+    watermark_shares,
+)
+from service.tenant_settings import read_tenants, tenant_limits
 
 
 def flags(*arguments: str) -> dict[str, Any]:
@@ -125,6 +138,127 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(SettingsError, match=name):
         load("--config", str(path))
+
+
+def test_a_switch_is_on_or_off_from_every_source(tmp_path: Path) -> None:
+    assert load().enable_prefix_caching
+    assert load("--enable-prefix-caching", PAGEWALK_ENABLE_PREFIX_CACHING="false").enable_prefix_caching
+    assert not load("--no-enable-prefix-caching").enable_prefix_caching
+    assert not load(PAGEWALK_ENABLE_PREFIX_CACHING="0").enable_prefix_caching
+    file = write(tmp_path / "c.yaml", "enable_prefix_caching: false")
+    assert not load("--config", file).enable_prefix_caching
+    with pytest.raises(SettingsError, match=r"^PAGEWALK_ENABLE_PREFIX_CACHING: must be true or false, got maybe$"):
+        load(PAGEWALK_ENABLE_PREFIX_CACHING="maybe")
+
+
+def test_watermarks_are_shares_of_the_pool() -> None:
+    assert watermark_shares(load()) == (0.01, 0.02, 0.04)
+    assert watermark_shares(load("--watermarks", "0%, 2.5%,50%")) == (0.0, 0.025, 0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["1%", "1%,2%", "1,2,4", "1%,2%,4%,8%", "4%,2%,1%", "1%,2%,100%", "1%,2%,-4%", "a,b,c"]
+)
+def test_watermarks_that_are_none(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--watermarks: must"):
+        load("--watermarks", text)
+
+
+# --- tenants
+
+
+TENANTS = """
+port = 9
+[tenants.chat]
+memory_min = "25%"
+memory_low = "30%"
+isolate = true
+[tenants."batch jobs"]
+memory_high = "1.5 GiB"
+memory_max = 4294967296
+swap_max = "0"
+weight = 50
+"""
+
+
+def test_tenants_come_from_the_file_as_tables(tmp_path: Path) -> None:
+    settings = load("--config", write(tmp_path / "c.toml", TENANTS))
+    limits = tenant_limits(settings.tenants, frames=1000, slots=100, frame_bytes=2**23)
+    assert limits == {
+        "chat": TenantLimits(min=250, low=300, isolate=True),
+        "batch jobs": TenantLimits(high=192, max=512, swap_max=0, weight=50),
+    }
+    yaml = "tenants: {chat: {memory_max: 50%, swap_max: 10%}}"
+    settings = load("--config", write(tmp_path / "c.yaml", yaml))
+    limits = tenant_limits(settings.tenants, frames=9, slots=100, frame_bytes=1)
+    assert limits == {"chat": TenantLimits(high=4, max=4, swap_max=10)}
+
+
+def test_a_min_alone_is_a_low_too_and_a_max_alone_a_high() -> None:
+    tenants = read_tenants({"a": {"memory_min": 5}, "b": {"memory_max": 7}})
+    limits = tenant_limits(tenants, frames=20, slots=0, frame_bytes=1)
+    assert limits == {"a": TenantLimits(min=5, low=5), "b": TenantLimits(high=7, max=7)}
+
+
+def test_shown_tenants_can_be_read_again(tmp_path: Path) -> None:
+    settings, origins = load_settings(flags("--config", write(tmp_path / "c.toml", TENANTS)), {})
+    shown = to_toml(settings, origins)
+    assert '[tenants."batch jobs"]' in shown
+    assert load("--config", write(tmp_path / "d.toml", shown)) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tenants = 3", "tenants: must be tables, one for each name"),
+        ("[tenants]\na = 3", "tenants.a: must be a table"),
+        ("[tenants.a]\nmemory_mx = 3", "tenants.a: memory_mx is no setting of a tenant, did you mean memory_max?"),
+        ("[tenants.a]\nmemory_max = 'x'", "tenants.a.memory_max: must be a size such as 4GiB or 512MiB, got x"),
+        ("[tenants.a]\nmemory_max = -1", "tenants.a.memory_max: must be a size such as 4GiB, or a share such as 25%"),
+        ("[tenants.a]\nmemory_max = true", "tenants.a.memory_max: must be"),
+        ("[tenants.a]\nmemory_max = '101%'", "tenants.a.memory_max: must be a share from 0% to 100%, got 101%"),
+        ("[tenants.a]\nweight = 0", "tenants.a.weight: must be a whole number from 1 to 10000, got 0"),
+        ("[tenants.a]\nisolate = 1", "tenants.a.isolate: must be true or false, got 1"),
+        ("[tenants.a]\nmemory_min = '2GiB'\nmemory_max = '1GiB'", "memory_min (2GiB) is above memory_max (1GiB)"),
+        ("[tenants.a]\nmemory_low = '60%'\nmemory_high = '50%'", "memory_low (60%) is above memory_high (50%)"),
+        ("[tenants.a]\nmemory_min = '60%'\n[tenants.b]\nmemory_min = '50%'", "memory_min of all together is 110%"),
+        ("[tenants.'']\nweight = 3", "a name must be text and not empty"),
+        ("tenant = 3", "tenant is no setting, did you mean tenants?"),
+    ],
+)
+def test_a_wrong_tenant_is_one_line_that_names_file_and_key(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load("--config", write(tmp_path / "c.toml", text))
+    assert "c.toml: " in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_tenants_than_are_told_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="255 are listed, and at most 254 can be"):
+        read_tenants({str(i): {} for i in range(255)})
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            {"a": {"memory_min": "60%", "memory_max": 40}},
+            "memory_min 60, memory_low 60, memory_high 40 and memory_max 40",
+        ),
+        ({"a": {"memory_min": 60}, "b": {"memory_min": "40%"}}, "memory_min of all together is 100 frames"),
+        ({"a": {"memory_max": "0.1%"}}, "tenants.a: memory_max .0.1%. is less than one frame"),
+    ],
+)
+def test_what_only_the_pool_can_tell_is_a_configuration_error(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        tenant_limits(read_tenants(table), frames=100, slots=0, frame_bytes=1)
+
+
+def test_help_says_where_tenants_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags("--help")
+    assert "[tenants.NAME]" in capsys.readouterr().out
 
 
 def test_unknown_names_are_errors_with_the_nearest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
