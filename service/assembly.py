@@ -81,6 +81,7 @@ def assemble(settings: Settings, folder: Path, observer: EngineObserver, report:
         max_request_tokens=memory.max_tokens,
         max_waiting=settings.max_waiting,
         vocabulary=config.vocabulary,
+        max_running=sizes.running,
     )
     engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s)
     client = LocalEngineClient(engine)

@@ -19,6 +19,8 @@ import tomli_w
 import yaml
 from msgspec import Meta
 
+from model.step_plan import MAX_LOGPROBS
+
 PREFIX = "PAGEWALK_"
 OTHER_VARIABLES = ("PAGEWALK_CONFIG", "PAGEWALK_API_KEY_FILE", "PAGEWALK_ADMIN_API_KEY_FILE")
 SECRETS = ("api_key", "admin_api_key")
@@ -163,6 +165,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unknown_fields: Annotated[
         Literal["refuse", "ignore"], About("HTTP", "what to do with a field in a request that the API does not know")
     ] = "refuse"
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=0, le=MAX_LOGPROBS),
+        About("HTTP", "likeliest tokens that a request may ask for at each place of its output or prompt", "N"),
+    ] = 20
     sse_keep_alive_s: Annotated[
         Seconds, About("HTTP", "a stream without news for this long gets a comment, for proxies' sake", "SECONDS")
     ] = msgspec.field(default=15.0, name="sse_keep_alive")
@@ -297,7 +304,7 @@ def to_toml(settings: Settings, origins: Mapping[str, Origin]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ ", did you mean X?" for the end of an error message; empty where nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f", did you mean {close[0]}?" if close else ""
 
 
