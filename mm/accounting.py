@@ -44,6 +44,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         free_slots=memory.swap.free_slots,
         sequence_slots=memory.swap.sequence_slots,
         cached_slots=sum(memory.lru.size(tenant, LruList.SWAPPED) for tenant in tenants),
+        saved_frames=memory.frames.saved,
     )
 
 
@@ -74,6 +75,8 @@ def counters(memory: "MemoryManager") -> EventCounters:
         deny=memory.denials,
         preempt_swap=memory.swap_preemptions,
         preempt_recompute=memory.recompute_preemptions,
+        mapped_frame_turns=memory.mapped_frame_turns,
+        saved_frame_turns=memory.saved_frame_turns,
     )
 
 

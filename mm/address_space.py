@@ -109,9 +109,9 @@ class AddressSpace:
         """Make the next `tokens` positions writable. Raises OutOfFrames; then nothing has changed."""
         return self.memory.grow(np.array([self.row], np.int32), np.array([tokens], np.int32))
 
-    def fork(self, owner: str) -> tuple["AddressSpace", MemoryOrders]:
-        """A second address space over the same pages; only counts rise. Raises OutOfRows."""
-        return self.memory.fork(self, owner)
+    def fork(self, owner: str, length: int | None = None) -> tuple["AddressSpace", MemoryOrders]:
+        """A second address space over the same pages, or those of a beginning; only counts rise. Raises OutOfRows."""
+        return self.memory.fork(self, owner, length)
 
     def advise(self, advice: "Advice") -> SwapOrders:
         """What will become of its pages: see mm/advice.py."""

@@ -89,6 +89,9 @@ def _frames(memory: "MemoryManager") -> Iterator[str]:
     held_by_pins = [pin.frames for pin in memory.pins.held.values()]
     counted = np.bincount(np.concatenate((named, *held_by_pins)), minlength=frames.total)
     yield from _differences(memory, frames.references, counted.astype(np.int32), "{} references, {} holders")
+    mapped = int(np.count_nonzero(counted))
+    if (frames.mapped, frames.saved) != (mapped, int(counted.sum()) - mapped):
+        yield f"{frames.mapped} frames mapped and {frames.saved} saved, counted {mapped} and {counted.sum() - mapped}"
     free = frames.free_list
     if len(np.unique(free)) < len(free):
         yield "a frame stands twice in the free list"

@@ -26,6 +26,8 @@ class FrameAllocator:
             raise ValueError(f"a pool needs at least one frame, got {total}")
         self.total = total
         self.allocated = self.freed = 0  # events since the start
+        self.mapped = 0  # frames with a reference
+        self.saved = 0  # references beyond the first of each frame: frames that are not needed, thanks to sharing
         self.references: Int32Array = np.zeros(total, np.int32)  # read by others, written only here
         self.pins: Int32Array = np.zeros(total, np.int32)
         self.pinned = 0  # pins in all
@@ -49,7 +51,7 @@ class FrameAllocator:
         return self._stack[: self._free].copy()
 
     def allocate(self, tenants: Int32Array, *, references: int = 1) -> Int32Array:
-        """Take one frame for each of `tenants` (N,), with `references` references: (N,) int32.
+        """Take one frame for each of `tenants` (N,), with `references` references (0 or 1): (N,) int32.
 
         Raises OutOfFrames and takes none (rule 5).
         """
@@ -60,6 +62,7 @@ class FrameAllocator:
         self._free -= count
         self.allocated += count
         self.references[frames] = references
+        self.mapped += count if references else 0
         self._tenants.charge(frames, tenants)
         return frames
 
@@ -70,11 +73,16 @@ class FrameAllocator:
         """
         index = frames.astype(np.intp)  # numpy indexes fastest by it
         counts = self.references[index]
+        first = 0
         if len(frames) and counts.min() < 1:
-            unheld = (counts < 1) & ~self.sealed[index] & (self.pins[index] < 1)
+            unmapped = counts < 1
+            unheld = unmapped & ~self.sealed[index] & (self.pins[index] < 1)
             if unheld.any():
                 raise FrameNotHeld(f"shared a free frame: {frames[unheld].tolist()}")
+            first = int(np.count_nonzero(unmapped))
         self.references[index] = counts + 1
+        self.mapped += first
+        self.saved += len(frames) - first
 
     def release(self, frames: Int32Array) -> Int32Array:
         """Drop one reference per entry of `frames`, where a frame may stand several times.
@@ -95,6 +103,8 @@ class FrameAllocator:
         idle: Int32Array = frames[after == 0]
         if len(idle) > 1:
             idle = idle[np.sort(np.unique(idle, return_index=True)[1])]
+        self.mapped -= len(idle)
+        self.saved -= len(frames) - len(idle)
         is_kept = self.sealed[idle] | (self.pins[idle] > 0)
         self.free(idle[~is_kept])
         kept: Int32Array = idle[is_kept]
@@ -110,7 +120,10 @@ class FrameAllocator:
         if np.count_nonzero(after < 0):
             raise FrameNotHeld(f"released without a reference: {sorted(frames[after < 0].tolist())}")
         self.references[frames] = after
-        return frames[after == 0] if np.count_nonzero(after) else frames
+        shared = int(np.count_nonzero(after))
+        self.saved -= shared
+        self.mapped -= len(frames) - shared
+        return frames[after == 0] if shared else frames
 
     def free(self, frames: Int32Array | IndexArray) -> None:
         """Put distinct frames that nothing holds any more on the free list."""

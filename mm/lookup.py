@@ -70,6 +70,22 @@ class PrefixMatch:
         """Frames to allocate until the first `tokens` positions are there, swap-in and copy-on-write included."""
         return pages_for(tokens, page_size) - self.frames_saved
 
+    def unread(self) -> "PrefixMatch":
+        """Nothing of it: for who must compute every token, and fills the cache all the same."""
+        return replace(
+            self,
+            entries=self.entries[:0],
+            serials=self.serials[:0],
+            cached_tokens=0,
+            swapped_pages=0,
+            frames_saved=0,
+            idle_frames=0,
+            last_is_swapped=False,
+            last_is_idle=False,
+            miss=Miss(MissReason.DISABLED, 0),
+            awaited=None,
+        )
+
     def whole_pages(self, page_size: int) -> "PrefixMatch":
         """The same without the page that matches in part: so that no frame is held twice while it is copied."""
         pages = self.cached_tokens // page_size

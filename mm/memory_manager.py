@@ -32,7 +32,7 @@ from mm.dry_run import DryRun, would_run
 from mm.errors import MemoryCorruption, OutOfFrames, PageNotResident
 from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
-from mm.lookup import Awaited, Lookup, PrefixMatch
+from mm.lookup import Awaited, Lookup, MissReason, PrefixMatch
 from mm.lru import PageLru
 from mm.overcommit import CommitLedger
 from mm.page_cache import PageCache
@@ -99,10 +99,13 @@ class MemoryManager:
         self.cow_faults = self.forks = self.truncates = self.queried_tokens = self.hit_tokens = 0
         self.returned_tokens = self.recovered_tokens = 0
         self.denials = self.swap_preemptions = self.recompute_preemptions = 0
+        self.mapped_frame_turns = self.saved_frame_turns = 0
 
     def turn(self, now: float, step: int) -> None:
         """A turn of the engine begins: its time and its step stamp all that happens until the next."""
         self.recorder.now, self.recorder.step = now, step
+        self.mapped_frame_turns += self.frames.mapped
+        self.saved_frame_turns += self.frames.saved
         for pin in self.pins.expire(now):
             self._record(EventKind.UNPIN, ABSENT, pin.number, len(pin.frames))
 
@@ -146,6 +149,11 @@ class MemoryManager:
         others = sum(each.min for name, each in zip(names, limits, strict=True) if name != tenant)
         most = limits[names.index(tenant)].max if tenant in names else self.frames.total
         return min(self.frames.total - others, most, self.tables.max_pages) * self.page_size
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a swap order is under way."""
+        return bool(self.swapper.in_flight)
 
     def frames_needed(self, rows: Int32Array, counts: Int32Array) -> int:
         """Frames that `grow` would allocate for the same arguments. Changes nothing. Raises PageNotResident."""
@@ -195,18 +203,22 @@ class MemoryManager:
         match: PrefixMatch | None = None,
         max_tokens: int = 0,
         is_back: bool = False,
+        extra_pages: int = 0,
     ) -> AddressSpace:
         """An address space: empty, or beginning with the pages of `match`. Raises OutOfRows, OverCommit.
 
         Its length is then what was found; its further pages are published under match.chain. If the match is out of
         date, it is looked up again. If it has pages in swap, the space is not resident until `swap_in` is complete.
-        max_tokens: the length at which it will end, for the commit charge; 0 promises nothing.
+        max_tokens: the length at which it will end, for the commit charge; 0 promises nothing. extra_pages: promised
+        besides, for forks that will be made without a promise of their own; together never more than there is.
         is_back: it had an address space before and was preempted: what it finds, its own pages perhaps, is no hit.
         """
         if match is not None and len(match.entries) and not self.cache.is_current(match.entries, match.serials):
             match = self.lookup(match.chain)
         shared = match.frames_saved if match is not None else 0
         promised = max(0, pages_for(max_tokens, self.page_size) - max(0, shared))
+        if extra_pages:
+            promised = min(promised + extra_pages, self.ledger.limit(self.pins.pages))
         self.ledger.check(promised, self.pins.pages)
         number = self.tenants.id(tenant)
         row = self.tables.allocate_row(owner, number)
@@ -214,7 +226,9 @@ class MemoryManager:
         self._limits[row] = max_tokens
         if match is not None:
             self._map(row, number, match)
-            if is_back:
+            if match.miss.reason is MissReason.DISABLED:
+                pass  # it read nothing, and so neither hit nor missed
+            elif is_back:
                 self.returned_tokens += match.chain.tokens
                 self.recovered_tokens += match.cached_tokens
             else:
@@ -321,19 +335,28 @@ class MemoryManager:
         rows, pages = (part.astype(np.int32) for part in np.divmod(keys, self.tables.max_pages))
         return TableChanges(rows, pages, self.tables.entries[rows, pages])
 
-    def fork(self, space: AddressSpace, owner: str) -> tuple[AddressSpace, MemoryOrders]:
-        """A second address space over the pages of `space`: each gains a reference, no frame is allocated.
+    def fork(
+        self, space: AddressSpace, owner: str, length: int | None = None, *, promises: bool = True
+    ) -> tuple[AddressSpace, MemoryOrders]:
+        """A second address space over the first `length` positions of `space` (None: over all of them).
 
-        Raises OutOfRows, OverCommit. O(pages), vectorised.
+        Each of their pages gains a reference, no frame is allocated. promises: whether it has a commit charge of its
+        own, for the same end as that of `space`. Raises OutOfRows, OverCommit; ValueError if there are fewer positions.
+        O(pages), vectorised.
         """
-        tables, row = self.tables, space.row
-        promised = max(0, pages_for(int(self._limits[row]), self.page_size) - space.length // self.page_size)
-        self.ledger.check(promised, self.pins.pages)
+        tables, row, held = self.tables, space.row, space.length
+        length = held if length is None else length
+        if not 0 <= length <= held:
+            raise ValueError(f"cannot fork {length} of {held} positions")
+        promised = 0
+        if promises:
+            promised = max(0, pages_for(int(self._limits[row]), self.page_size) - length // self.page_size)
+            self.ledger.check(promised, self.pins.pages)
         tenant = int(tables.tenants[row])
         child = tables.allocate_row(owner, tenant)
         self.ledger.promise(child, promised)
         self._limits[child] = self._limits[row]
-        entries = tables.mapped(row)
+        entries = tables.entries[row, : pages_for(length, self.page_size)]
         frames, pages = entries.copy(), np.arange(len(entries), dtype=np.int32)
         in_swap = int(np.count_nonzero(entries < 0))
         if in_swap:
@@ -343,14 +366,20 @@ class MemoryManager:
                 self.swap.add_reference(slot)
         self.residency.map(frames, tenant)
         tables.entries[child, : len(entries)] = entries
-        tables.lengths[child] = tables.lengths[row]
+        tables.lengths[child] = length
         tables.barred[child] = in_swap
-        tables.exposed[row] = tables.exposed[child] = True
-        self.publisher.fork(row, child)
+        tables.exposed[child] = True
+        if len(entries) == pages_for(held, self.page_size):  # the page that `space` goes on writing is shared, too
+            tables.exposed[row] = True
+        self.publisher.fork(row, child, length)
         self.forks += 1
         self._record(EventKind.FORK, child, row, len(entries))
         changes = TableChanges(np.full(len(pages), child, np.int32), pages, frames)
         return AddressSpace(self, child, owner), MemoryOrders(table_changes=changes)
+
+    def pass_promise(self, space: AddressSpace, heir: AddressSpace) -> None:
+        """What was promised to `space` is promised to `heir` from now on."""
+        self.ledger.move(space.row, heir.row)
 
     def truncate(self, space: AddressSpace, length: int) -> None:
         """Shorten `space` to `length` positions; pages with no position left are released."""

@@ -46,6 +46,11 @@ class CommitLedger:
         self.charges[row] = pages
         self.committed += pages
 
+    def move(self, row: int, heir: int) -> None:
+        """The promise of `row` is that of `heir` from now on, beside its own."""
+        self.charges[heir] += self.charges[row]
+        self.charges[row] = 0
+
     def end(self, row: int) -> None:
         """The row's promise is over."""
         self.committed -= int(self.charges[row])

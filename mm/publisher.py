@@ -75,13 +75,27 @@ class Publisher:
         self._rows[row] = None
         self.published[row] = NEVER
 
-    def fork(self, row: int, child: int) -> None:
-        """`child` goes on from where `row` is."""
+    def fork(self, row: int, child: int, length: int) -> None:
+        """`child` goes on after the first `length` positions of `row`."""
         state = self._rows[row]
-        if state is not None:
-            writer = Writer(child, int(self._tables.epochs[child]), self._tables.owners[child] or "")
-            self._rows[child] = _RowChain(state.chain.fork(), state.parent, state.parent_serial, writer, 0)
-        self.published[child] = self.published[row]
+        if state is None:
+            return
+        pages = length // self._tables.page_size
+        chain = state.chain.fork()
+        del chain.digests[pages:]
+        parent, serial = self._ancestor(state, self._published[row] - pages)
+        writer = Writer(child, int(self._tables.epochs[child]), self._tables.owners[child] or "")
+        self._rows[child] = _RowChain(chain, parent, serial, writer, 0)
+        self.published[child] = 0 if parent == ABSENT else min(self._published[row], pages)
+
+    def _ancestor(self, state: _RowChain, steps: int) -> tuple[int, int]:
+        """The entry so many pages before the last published one, and its serial; ABSENT if the way there is lost."""
+        entry, serial = state.parent, state.parent_serial
+        for _ in range(steps):
+            if entry == ABSENT or self._cache.serial[entry] != serial:
+                return ABSENT, ROOT_SERIAL
+            entry, serial = self._cache.parent[entry], self._cache.parent_serial[entry]
+        return entry, serial
 
     def truncate(self, row: int, length: int) -> None:
         """Positions from `length` on may be written anew: what they were named is forgotten."""
@@ -92,7 +106,7 @@ class Publisher:
         self._withdraw(state, pages)
         del state.chain.digests[pages:]
         if pages < self.published[row] < NEVER:
-            self._start_again(row, state)
+            self._start_again(row)
 
     def is_being_written(self, key: bytes, writer: Writer) -> bool:
         """Whether that writer is still to publish the page with this key."""
@@ -111,7 +125,7 @@ class Publisher:
             state = states[row]
             assert state is not None
             if state.parent != ABSENT and serial[state.parent] != state.parent_serial:
-                self._start_again(row, state)
+                self._start_again(row)
         # The frames and token ids of all pages that are due, gathered at once: (N,) and (N, page_size).
         row_of, number_of = rows, self.published[rows]
         counts = pages - number_of
@@ -130,10 +144,19 @@ class Publisher:
         held = frames[frames >= 0] if min(places) < 0 else frames
         self._residency.frames.sealed[held] |= self._cache.entries_of_frames[held] >= 0
 
+    def _has_lost_parent(self, row: int) -> bool:
+        """Whether the last published page of `row` is not cached any more."""
+        state = self._rows[row]
+        assert state is not None
+        return state.parent != ABSENT and self._cache.serial[state.parent] != state.parent_serial
+
     def _publish(self, row: int, frames: list[int], content: bytes, start: int, now: float) -> None:
         """Cache the next pages of `row`, in `frames`; their token ids are the pages from `start` on of `content`."""
         state, cache, residency = self._rows[row], self._cache, self._residency
         assert state is not None
+        if self._has_lost_parent(row):  # a row before it has made way for a page of its own
+            self._start_again(row)
+            return
         chain, index, slot_of_frame = state.chain, cache.index, residency.swap.slot_of_frame
         width, digests, suffix = chain.page_bytes, chain.digests, chain.suffix
         number = self._published[row]
@@ -180,7 +203,9 @@ class Publisher:
         self._residency.uncache(other)
         return True
 
-    def _start_again(self, row: int, state: _RowChain) -> None:
+    def _start_again(self, row: int) -> None:
+        state = self._rows[row]
+        assert state is not None
         state.parent, state.parent_serial = ABSENT, ROOT_SERIAL
         self.published[row] = 0
 

@@ -32,6 +32,7 @@ class MemoryInformation:
     free_slots: int = 0
     sequence_slots: int = 0  # slots that page tables name; the other used ones hold copies of cached and clean pages
     cached_slots: int = 0  # slots of cached pages that are nowhere else
+    saved_frames: int = 0  # references - active: so many more frames would be in use if nothing were shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class EventCounters:
     deny: int = 0  # allocations that were refused
     preempt_swap: int = 0  # victims whose pages were to be swapped out
     preempt_recompute: int = 0  # victims that compute their pages again
+    mapped_frame_turns: int = 0  # frames in use, added up over the turns of the engine, ...
+    saved_frame_turns: int = 0  # ... and frames that sharing saved: of both together, the share saved over time
 
 
 @dataclass(frozen=True, slots=True)

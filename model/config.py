@@ -47,6 +47,7 @@ class SamplingDefaults:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,10 @@ def parse_config(
         end_ids=_end_ids(vocabulary, config.get("eos_token_id"), generation.get("eos_token_id"), tokenizer_end),
         start_id=_start_id(vocabulary, config.get("bos_token_id"), generation.get("bos_token_id")),
         sampling=SamplingDefaults(
-            temperature=generation.get("temperature"), top_k=generation.get("top_k"), top_p=generation.get("top_p")
+            temperature=generation.get("temperature"),
+            top_k=generation.get("top_k"),
+            top_p=generation.get("top_p"),
+            repetition_penalty=generation.get("repetition_penalty"),
         ),
     )
 

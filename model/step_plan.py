@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mm.addresses import BoolArray, Int32Array
+from mm.addresses import BoolArray, IndexArray, Int32Array
 from mm.page_copies import MemoryOrders
 from mm.shared_prefixes import SharedPrefixes
 
@@ -121,6 +121,10 @@ class LogProbs:
     ranks: Int32Array  # (N,) of the chosen token: 1 + how many have a larger logit
     ids: Int32Array  # (N, K) falling by value
     values: Float32Array  # (N, K)
+
+    def take(self, places: IndexArray) -> "LogProbs":
+        """Those of some places."""
+        return LogProbs(self.chosen[places], self.ranks[places], self.ids[places], self.values[places])
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ def _head(snapshot: EngineSnapshot) -> Facts:
 
 
 def _memory(snapshot: EngineSnapshot) -> Facts:
-    """total = free + cached + active + copying; shared frames are active, slots are places in the host's memory."""
+    """total = free + cached + active + copying; shared frames are active, saved ones
+    would be in use if nothing were shared, slots are places in the host's memory."""
     memory = snapshot.memory
     return {
         "total": (memory.total_frames, "frames"),
@@ -42,6 +43,7 @@ def _memory(snapshot: EngineSnapshot) -> Facts:
         "active": (memory.active_frames, "frames"),
         "copying": (memory.copying_frames, "frames"),
         "shared": (memory.shared_frames, "frames"),
+        "saved": (memory.saved_frames, "frames"),
         "available": (memory.available_frames, "frames"),
         "host_total": (memory.total_slots, "slots"),
         "host_free": (memory.free_slots, "slots"),

@@ -5,12 +5,16 @@ event costs one JSON string. What the parts make up is one line of JSON (a test 
 """
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from service.choice import Choice, Delta
 from service.generation import Generation
+from service.logprobs import ScoredToken, Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
+from service.schema import GenerationBody
 from service.sse import DATA, END
 
 _encode = msgspec.json.Encoder().encode
@@ -56,6 +60,29 @@ def cache_info(choice: Choice) -> dict[str, Any]:
     return {"cached_tokens": ended.cached_tokens, "miss": miss}
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants to see beside the text."""
+
+    spelling: Spelling
+    top_choices: int | None = None  # likeliest tokens beside each one; None: no log-probabilities
+    prompt_top_choices: int | None = None  # the same for the prompt's tokens
+    echo: bool = False
+    token_ids: bool = False
+    cache_info: bool = False
+
+    @classmethod
+    def of(cls, body: GenerationBody, spelling: Spelling) -> "Wishes":
+        return cls(
+            spelling,
+            top_choices=body.top_choices,
+            prompt_top_choices=body.prompt_logprobs,
+            echo=bool(body.echo),
+            token_ids=bool(body.return_token_ids),
+            cache_info=bool(body.return_cache_info),
+        )
+
+
 class Form(Protocol):
     """How one route writes answers."""
 
@@ -71,8 +98,8 @@ class Form(Protocol):
         """The event that carries the usage and no choice."""
         ...
 
-    def whole(self, generation: Generation, texts: list[str], token_ids: list[list[int]]) -> bytes:
-        """The answer in one piece; texts[i] and token_ids[i] belong to choice i."""
+    def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
+        """The answer in one piece; said[i] is all of choice i."""
         ...
 
 
@@ -83,21 +110,11 @@ class _Envelope:
     answer_object: str
     event_object: str
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        with_token_ids: bool,
-        with_cache_info: bool,
-    ) -> None:
+    def __init__(self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes) -> None:
         """created: unix time in seconds. fingerprint: names the version and the model's files."""
         self._fields = {"id": self.prefix + request_id, "created": created, "model": model}
         self._fingerprint = fingerprint
-        self._with_token_ids = with_token_ids
-        self._with_cache_info = with_cache_info
+        self._wishes = wishes
         # {"id":…,"object":…,"created":…,"model":…,"choices":[
         self._opening = DATA + _encode(self._envelope(self.event_object))[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}  # per choice
@@ -113,11 +130,35 @@ class _Envelope:
     def usage_event(self, generation: Generation) -> bytes:
         return self._opening + b'],"usage":' + _encode(usage(generation)) + b"}" + END
 
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        """The member `logprobs` of a choice."""
+        raise NotImplementedError
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        assert self._wishes.prompt_top_choices is not None
+        scores = choice.prompt.scores_by_place()
+        return prompt_logprobs(choice.prompt.ids, scores, self._wishes.prompt_top_choices, self._wishes.spelling)
+
     def _cache_info(self, choice: Choice, delta: Delta) -> bytes:
         """A further member of the last event of a choice."""
-        if not self._with_cache_info or delta.finish_reason is None:
+        if not self._wishes.cache_info or delta.finish_reason is None:
             return b""
         return b',"cache_info":' + _encode(cache_info(choice))
+
+    def _closing(self, delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
+        """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
+        logprobs = b',"logprobs":null'
+        if self._wishes.top_choices is not None:
+            logprobs = b',"logprobs":' + _encode(self._logprobs(delta.scored))
+        if delta.finish_reason is None:
+            reason = b',"finish_reason":null'
+        else:
+            reason = b',"finish_reason":"%s","stop_reason":%s' % (
+                delta.finish_reason.encode(),
+                _encode(delta.stop_reason),
+            )
+        so_far = b"" if usage_so_far is None else b',"usage":' + usage_so_far
+        return logprobs + reason + members + b"}]" + more + so_far + b"}" + END
 
     def _whole(self, generation: Generation, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _encode(
@@ -127,70 +168,85 @@ class _Envelope:
         )
 
 
-def _closing(delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
-    """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
-    if delta.finish_reason is None:
-        reason = b',"logprobs":null,"finish_reason":null'
-    else:
-        reason = b',"logprobs":null,"finish_reason":"%s","stop_reason":%s' % (
-            delta.finish_reason.encode(),
-            _encode(delta.stop_reason),
-        )
-    so_far = b"" if usage_so_far is None else b',"usage":' + usage_so_far
-    return reason + members + b"}]" + more + so_far + b"}" + END
-
-
 class CompletionForm(_Envelope):
-    """/v1/completions."""
+    """/v1/completions. With `echo`, the first event of a choice is its prompt."""
 
     prefix = "cmpl-"
     answer_object = event_object = "text_completion"
 
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
-        return b""
+        if not self._wishes.echo:
+            return b""
+        token_ids = b',"token_ids":[]' if self._wishes.token_ids else b""
+        return self._event(choice, self._echo(choice), token_ids + self._prompt_ids(choice), usage_so_far)
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
+        token_ids = b""
+        if self._wishes.token_ids:
+            token_ids = b',"token_ids":' + _encode(delta.token_ids)
+            if is_first and not self._wishes.echo:
+                token_ids += self._prompt_ids(choice)
+        return self._event(choice, delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+
+    def _event(self, choice: Choice, delta: Delta, members: bytes, usage_so_far: bytes | None) -> bytes:
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._opening + b'{"index":%d,"text":' % choice.index
-        token_ids = b""
-        if self._with_token_ids:
-            token_ids = b',"token_ids":' + _encode(delta.token_ids)
-            if is_first:
-                token_ids += b',"prompt_token_ids":' + _encode(choice.prompt_ids)
-        return head + _encode(delta.text) + _closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+        return head + _encode(delta.text) + self._closing(delta, members, usage_so_far)
 
-    def whole(self, generation: Generation, texts: list[str], token_ids: list[list[int]]) -> bytes:
+    def _prompt_ids(self, choice: Choice) -> bytes:
+        return b',"prompt_token_ids":' + _encode(choice.prompt.ids) if self._wishes.token_ids else b""
+
+    def _echo(self, choice: Choice) -> Delta:
+        """The prompt, as if the choice had said it."""
+        prompt = choice.prompt
+        if self._wishes.top_choices is None:
+            return Delta(prompt.echo, [])
+        places = zip(prompt.ids, prompt.scores_by_place(), prompt.offsets, strict=True)
+        return Delta(prompt.echo, [], scored=tuple(ScoredToken(*place) for place in places))
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._wishes.top_choices is None:
+            return None
+        return completion_logprobs(scored, self._wishes.top_choices, self._wishes.spelling)
+
+    def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
         choices = []
-        for choice, text, ids in zip(generation.choices, texts, token_ids, strict=True):
+        for choice, delta in zip(generation.choices, said, strict=True):
+            echo = self._echo(choice) if self._wishes.echo else Delta("", [])
             fields: dict[str, Any] = {
                 "index": choice.index,
-                "text": text,
-                "logprobs": None,
+                "text": echo.text + delta.text,
+                "logprobs": self._logprobs([*echo.scored, *delta.scored]),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
-            if self._with_token_ids:
-                fields |= {"token_ids": ids, "prompt_token_ids": choice.prompt_ids}
-            if self._with_cache_info:
+            if self._wishes.prompt_top_choices is not None:
+                fields["prompt_logprobs"] = self._prompt_logprobs(choice)
+            if self._wishes.token_ids:
+                fields |= {"token_ids": delta.token_ids, "prompt_token_ids": choice.prompt.ids}
+            if self._wishes.cache_info:
                 fields["cache_info"] = cache_info(choice)
             choices.append(fields)
         return self._whole(generation, choices)
 
 
 class ChatForm(_Envelope):
-    """/v1/chat/completions. The first event of a choice carries the role; prompt ids stand beside the choices."""
+    """/v1/chat/completions. The first event of a choice carries the role; what is the prompt's stands beside choices.
+
+    With `echo`, the message begins with the one that it continues.
+    """
 
     prefix = "chatcmpl-"
     answer_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
-        role = b'{"index":%d,"delta":{"role":"assistant","content":""}' % choice.index
+        role = b'{"index":%d,"delta":{"role":"assistant","content":%s}' % (choice.index, _encode(choice.prompt.echo))
         token_ids, more = b"", b""
-        if self._with_token_ids:
-            token_ids, more = b',"token_ids":[]', b',"prompt_token_ids":' + _encode(choice.prompt_ids)
-        return self._opening + role + _closing(Delta("", []), token_ids, usage_so_far, more)
+        if self._wishes.token_ids:
+            token_ids, more = b',"token_ids":[]', b',"prompt_token_ids":' + _encode(choice.prompt.ids)
+        return self._opening + role + self._closing(Delta("", []), token_ids, usage_so_far, more)
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         head = self._heads.get(choice.index)
@@ -200,23 +256,33 @@ class ChatForm(_Envelope):
             content = b'{"content":' + _encode(delta.text) + b"}"
         else:
             content = b"{}"
-        token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._with_token_ids else b""
-        return head + content + _closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+        token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._wishes.token_ids else b""
+        return head + content + self._closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
 
-    def whole(self, generation: Generation, texts: list[str], token_ids: list[list[int]]) -> bytes:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._wishes.top_choices is None:
+            return None
+        return chat_logprobs(scored, self._wishes.top_choices, self._wishes.spelling)
+
+    def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
         choices = []
-        for choice, text, ids in zip(generation.choices, texts, token_ids, strict=True):
+        for choice, delta in zip(generation.choices, said, strict=True):
             fields: dict[str, Any] = {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": None,
+                "message": {"role": "assistant", "content": choice.prompt.echo + delta.text},
+                "logprobs": self._logprobs(delta.scored),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
-            if self._with_token_ids:
-                fields["token_ids"] = ids
-            if self._with_cache_info:
+            if self._wishes.token_ids:
+                fields["token_ids"] = delta.token_ids
+            if self._wishes.cache_info:
                 fields["cache_info"] = cache_info(choice)
             choices.append(fields)
-        more = {"prompt_token_ids": generation.choices[0].prompt_ids} if self._with_token_ids else {}
+        first = generation.choices[0]
+        more: dict[str, Any] = {}
+        if self._wishes.token_ids:
+            more["prompt_token_ids"] = first.prompt.ids
+        if self._wishes.prompt_top_choices is not None:
+            more["prompt_logprobs"] = self._prompt_logprobs(first)
         return self._whole(generation, choices, **more)

@@ -13,8 +13,8 @@ from service.body import read_body
 from service.completions import create_chat_completion, create_completion
 from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
 from service.front_end import FRONT_END, FrontEnd
-from service.generation import chat_prompt, check_text_length
 from service.middleware import ACCESS, Access, Handler, add_headers, answer_every_request, answer_expect
+from service.prompts import chat_prompt, check_text_length
 from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from service.served_model import ServedModel
 
@@ -87,10 +87,10 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_body(request, TokenizeBody)
     model.check_name(body.model)
     if body.prompt is not None:
-        check_text_length(len(body.prompt), model.client.limits)
+        check_text_length(len(body.prompt), model.client.limits, param="prompt")
         ids = await model.tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = await chat_prompt(body, model)
+        ids = (await chat_prompt(body, model)).ids
     return _json(
         {
             "count": len(ids),

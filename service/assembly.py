@@ -116,6 +116,7 @@ def assemble(
         tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
         max_waiting=settings.max_waiting,
         vocabulary=config.vocabulary,
+        max_running=sizes.running,
     )
     engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s)
     client = LocalEngineClient(engine)

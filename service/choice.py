@@ -6,21 +6,34 @@ Streamed and whole answers both read their text from `Choice.read`, so they are 
 
 An end token's own text is not part of the answer (unless include_stop_str_in_output asks for it), as with a stop
 string. When a stop string is complete, the engine is told to finish there; tokens that it had made beyond are neither
-sent nor counted.
+sent nor counted. Stop strings that are complete within the first min_tokens tokens do not count.
+
+Log-probabilities: every token that counts has an entry, also an end token, and one whose text a stop string cuts off;
+so there are as many entries as completion_tokens. An entry goes out with the event in which the text before its token
+has been sent, which may be later than its token: until then a stop string may still take that text away. Its offset
+points into the text as it was sent: those of tokens that were cut off point to its end.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from service.engine_client import Ended
+from service.engine_client import Ended, Scores
 from service.errors import InternalError, ServiceUnavailable
+from service.logprobs import ScoredToken
+from service.prompts import Prompt
+from service.stop_strings import StopMatcher
 from service.token_stream import TokenStream
-from service.tokenization import Detokenizer, StopMatcher
+from service.tokenization import Detokenizer
 
 MERGE_ABOVE = 16
 """More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token."""
 
 FinishReason = Literal["stop", "length"]
+
+TIMEOUT = "timeout"
+"""The stop_reason of a choice that timeout_s ended, with finish_reason length."""
 
 
 class Delta(NamedTuple):
@@ -30,6 +43,19 @@ class Delta(NamedTuple):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scored: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become text: the same for all choices of a request."""
+
+    matcher: StopMatcher | None = None  # of the request's stop strings; each choice takes a fresh one
+    include_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()  # those that the client named, reported as stop_reason
+    min_tokens: int = 0
+    ends_complete: bool = False  # the last Delta waits for `ended`, as it is sent with numbers that come with it
+    is_echo_only: bool = False  # max_tokens is 0: what the engine makes, since it makes one token, is not the answer's
 
 
 class Choice:
@@ -37,17 +63,18 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
-        "_ends_complete",
         "_finish",
         "_held",
-        "_include_stop",
         "_matcher",
-        "_stop_token_ids",
+        "_rules",
+        "_sent",
+        "_text",
+        "_unsent",
         "completion_tokens",
         "ended",
         "finish_reason",
         "index",
-        "prompt_ids",
+        "prompt",
         "stop_reason",
         "stream",
     )
@@ -56,63 +83,60 @@ class Choice:
         self,
         *,
         index: int,
-        prompt_ids: list[int],
+        prompt: Prompt,
         stream: TokenStream,
         detokenizer: Detokenizer,
-        matcher: StopMatcher | None,
-        include_stop: bool,
-        stop_token_ids: frozenset[int],
+        rules: TextRules,
         finish: Callable[[int], None],
-        ends_complete: bool = False,
     ) -> None:
-        """stop_token_ids: those that the client named, reported as stop_reason.
-
-        finish(at) tells the engine to end the Sequence after `at` tokens; nothing happens if it has ended.
-        ends_complete: the last Delta waits for `ended`, as it is sent with numbers that come with it.
-        """
+        """finish(at) tells the engine to end the Sequence after `at` tokens; nothing happens if it has ended."""
         self.index = index
-        self.prompt_ids = prompt_ids
+        self.prompt = prompt
         self.stream = stream
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.ended: Ended | None = None  # comes some steps after finish_reason when a stop string was found
         self._detokenizer = detokenizer
-        self._matcher = matcher
-        self._include_stop = include_stop
-        self._stop_token_ids = stop_token_ids
+        self._matcher = None if rules.matcher is None else rules.matcher.fresh()
+        self._rules = rules
         self._finish = finish
-        self._ends_complete = ends_complete
         self._held: Delta | None = None
+        self._unsent: deque[ScoredToken] = deque()
+        self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
 
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.
 
         Raises EngineDead, InternalError or ServiceUnavailable if the Sequence cannot go on.
         """
-        tokens, ended = self.stream.take()
+        tokens, ended, scores = self.stream.take()
         if ended is not None:
             self.ended = ended
         if self.finish_reason is not None:
             return self._release_held()  # tokens past a stop string were never made
         if ended is not None:
             _check_end(ended)
+        if self._rules.is_echo_only:
+            tokens, scores = [], []
         end_token = ended.end_token if ended is not None and ended.reason == "stop" else -1
         deltas: list[Delta] = []
         for i, token in enumerate(tokens):
             self.completion_tokens += 1
-            if token == end_token and i == len(tokens) - 1 and not self._include_stop:
-                deltas.append(Delta("", [token]))
+            begin = self._text
+            if token == end_token and i == len(tokens) - 1 and not self._rules.include_stop:
+                delta = Delta("", [token])
             else:
-                deltas.append(self._delta(self._detokenizer.push(token), [token]))
+                delta = self._delta(self._detokenizer.push(token), [token])
+            deltas.append(self._with_scores(delta, token, scores[i], begin) if scores else delta)
             if self.finish_reason is not None:  # a stop string
                 self._finish(self.completion_tokens)
                 break
         if ended is not None and self.finish_reason is None:
             deltas.append(self._last(deltas.pop() if deltas else Delta("", []), ended))
-        if self._ends_complete and self.finish_reason is not None and ended is None:
+        if self._rules.ends_complete and self.finish_reason is not None and ended is None:
             self._held = deltas.pop()
-        return [_merged(deltas)] if len(deltas) > MERGE_ABOVE else deltas
+        return [merged(deltas)] if len(deltas) > MERGE_ABOVE else deltas
 
     def _release_held(self) -> list[Delta]:
         """The last Delta, if it was kept back until now."""
@@ -123,32 +147,54 @@ class Choice:
 
     def _delta(self, text: str, token_ids: list[int]) -> Delta:
         """New text, up to a stop string if it completes one."""
+        self._text += len(text)
         if self._matcher is None:
+            self._sent += len(text)
             return Delta(text, token_ids)
-        found = self._matcher.push(text)
+        found = self._matcher.push(text, may_stop=self.completion_tokens > self._rules.min_tokens)
+        self._sent += len(found.text)
         if not found.stopped:
             return Delta(found.text, token_ids)
         self.finish_reason, self.stop_reason = "stop", found.which
         return Delta(found.text, token_ids, self.finish_reason, self.stop_reason)
 
     def _last(self, delta: Delta, ended: Ended) -> Delta:
-        """`delta` with all text that was held back and the reason of the end."""
+        """`delta` with all that was held back and the reason of the end."""
         tail = self._delta(self._detokenizer.flush(), [])
         text = delta.text + tail.text
         if tail.finish_reason is None:
             if self._matcher is not None:
-                text += self._matcher.flush()
+                held = self._matcher.flush()
+                self._sent += len(held)
+                text += held
             self.finish_reason = "stop" if ended.reason == "stop" else "length"
-            if ended.reason == "stop" and ended.end_token in self._stop_token_ids:
+            if ended.reason == "timeout":
+                self.stop_reason = TIMEOUT
+            elif ended.reason == "stop" and ended.end_token in self._rules.stop_token_ids:
                 self.stop_reason = ended.end_token
-        return Delta(text, delta.token_ids, self.finish_reason, self.stop_reason)
+        scored = (*delta.scored, *self._sendable())
+        return Delta(text, delta.token_ids, self.finish_reason, self.stop_reason, scored)
+
+    def _with_scores(self, delta: Delta, token: int, scores: Scores, begin: int) -> Delta:
+        """`delta` with the entries that its text lets go. `begin`: characters decoded before `token`."""
+        self._unsent.append(ScoredToken(token, scores, begin))
+        return delta._replace(scored=self._sendable())
+
+    def _sendable(self) -> tuple[ScoredToken, ...]:
+        """The entries whose offsets no stop string can move any more; at the end all, none of them past the text."""
+        sendable = []
+        while self._unsent and (self._unsent[0].offset <= self._sent or self.finish_reason is not None):
+            entry = self._unsent.popleft()
+            sendable.append(entry._replace(offset=min(entry.offset, self._sent)))
+        return tuple(sendable)
 
 
-def _merged(deltas: list[Delta]) -> Delta:
+def merged(deltas: Sequence[Delta]) -> Delta:
     """Several events as one. Only the last can carry a reason."""
     text = "".join(delta.text for delta in deltas)
     token_ids = [token for delta in deltas for token in delta.token_ids]
-    return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason)
+    scored = tuple(entry for delta in deltas for entry in delta.scored)
+    return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason, scored)
 
 
 def _check_end(ended: Ended) -> None:

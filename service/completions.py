@@ -3,18 +3,23 @@
 body ──decode──▶ checked fields ──▶ prompt ids ──▶ Generation ──▶ Deltas ──▶ one JSON, or events
 """
 
+import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from aiohttp import web
 
-from service.answers import ChatForm, CompletionForm, Form, running_usage
+from service.answers import ChatForm, CompletionForm, Form, Wishes, running_usage
 from service.body import read_body
+from service.choice import Delta, merged
 from service.errors import InternalError, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
-from service.generation import COMPLETION_DEFAULT_TOKENS, Generation, chat_prompt, completion_prompts
+from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
+from service.logprobs import Spelling
 from service.middleware import CLIENT_LEFT, ID, NUMBERS
+from service.prompts import Prompt, chat_prompt, completion_prompts
 from service.schema import ChatBody, CompletionBody, GenerationBody
 from service.served_model import ServedModel
 from service.sse import DONE, EventStream, error_event
@@ -23,12 +28,16 @@ log = structlog.get_logger("pagewalk.http")
 
 FormKind = Callable[..., Form]
 
+OFF_LOOP_SCORES = 512
+"""More log-probabilities than this are written in a thread: about 20 us each with 20 others beside it."""
+
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     model = request.app[FRONT_END].ready()
     body = await read_body(request, CompletionBody)
     name = model.check_name(body.model)
+    body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
     prompts = await completion_prompts(body, model)
     return await _answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
 
@@ -38,6 +47,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     model = request.app[FRONT_END].ready()
     body = await read_body(request, ChatBody)
     name = model.check_name(body.model)
+    body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
     prompt = await chat_prompt(body, model)
     return await _answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
 
@@ -45,7 +55,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request,
     body: GenerationBody,
-    prompts: list[list[int]],
+    prompts: list[Prompt],
     model: ServedModel,
     name: str,
     form_kind: FormKind,
@@ -60,8 +70,7 @@ async def _answer(
         created=int(time.time()),
         model=name,
         fingerprint=f"pagewalk-{front_end.settings.version}",
-        with_token_ids=bool(body.return_token_ids),
-        with_cache_info=bool(body.return_cache_info),
+        wishes=Wishes.of(body, Spelling(model.tokenizer.token_bytes, as_ids=bool(body.return_tokens_as_token_ids))),
     )
     front_end.check_room()
     generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
@@ -75,17 +84,19 @@ async def _answer(
         front_end.generating -= 1
         generation.close()
         numbers |= generation.numbers()
+        for prompt in generation.by_prompt():
+            front_end.metrics.prompt_ended(prompt)
 
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:
-    texts: list[list[str]] = [[] for _ in generation.choices]
-    token_ids: list[list[int]] = [[] for _ in generation.choices]
+    said: list[list[Delta]] = [[] for _ in generation.choices]
     while not generation.is_over:
         for choice, deltas in await generation.next():
-            for delta in deltas:
-                texts[choice.index].append(delta.text)
-                token_ids[choice.index] += delta.token_ids
-    body = form.whole(generation, ["".join(parts) for parts in texts], token_ids)
+            said[choice.index] += deltas
+    write = partial(form.whole, generation, [merged(deltas) for deltas in said])
+    scores = sum(len(delta.scored) for deltas in said for delta in deltas)
+    scores += sum(len(choice.prompt.scores) for choice in generation.choices)
+    body = await asyncio.to_thread(write) if scores > OFF_LOOP_SCORES else write()
     return web.Response(body=body, content_type="application/json")
 
 
@@ -124,7 +135,9 @@ async def _send_events(events: EventStream, body: GenerationBody, generation: Ge
                 is_first = not opened[choice.index]
                 if is_first:
                     opened[choice.index] = True
-                    parts.append(form.opening(choice, so_far))
+                    write = partial(form.opening, choice, so_far)
+                    is_long = len(choice.prompt.scores) > OFF_LOOP_SCORES
+                    parts.append(await asyncio.to_thread(write) if is_long else write())
                 if is_counting:
                     completion_tokens += len(delta.token_ids)
                     so_far = running_usage(prompt_tokens, completion_tokens)

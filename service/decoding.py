@@ -17,6 +17,9 @@ from service.schema import Body
 
 _LONE_SURROGATE_SEARCH_BYTES = 1 << 20  # a larger body is refused without naming the field
 
+CLOSE = 0.8
+"""How alike two names must be (difflib's ratio) for one to be suggested: a wrong guess is worse than none."""
+
 B = TypeVar("B", bound=Body)
 UnknownFields = Literal["refuse", "ignore"]
 
@@ -90,7 +93,7 @@ def _unknown_field(name: str, where: str, param: str | None, kind: type[Body]) -
         hint = " It was replaced by structured_outputs."
     else:
         # the comparison is quadratic in the length of the name, which the client chooses
-        nearest = difflib.get_close_matches(name[:64], fields(kind), n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name[:64], fields(kind), n=1, cutoff=CLOSE)
         hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
     return BadRequest(f"unknown field `{shown}`.{hint}", param=shown)
 

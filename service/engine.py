@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import structlog
 
 from mm.addresses import FloatArray
 from model.executor import Executor
 from model.step_plan import StepPlan, StepResult, Ticket
+from service.committed import Committed
 from service.engine_client import (
     Cancel,
     Ended,
@@ -34,7 +36,7 @@ from service.engine_client import (
     TokenBatch,
 )
 from service.request import Sequence
-from service.scheduler import Committed, Scheduler
+from service.scheduler import Scheduler
 
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
@@ -147,6 +149,8 @@ class Engine:
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
+        ended = self.scheduler.take_ended()
+        self._publish(self._step, ended, scheduled)
         submitted = None
         if plan is not None:
             ticket = self.executor.submit(plan)
@@ -158,7 +162,7 @@ class Engine:
             if self._moving:
                 await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
                 self._progress_s = self._clock()
-            elif self.scheduler.has_work:
+            elif self.scheduler.has_work and not ended:
                 raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
         if self.previous is not None:
             await self._commit(self.previous)
@@ -171,9 +175,7 @@ class Engine:
         committed = self.scheduler.commit(result, now)
         if (prefilled := len(step.plan.token_ids) - step.plan.decodes) > step.plan.decodes:
             self.scheduler.memory.costs.observe_prefill(prefilled, now - max(self._progress_s, step.submitted_s))
-        self._publish(step.plan.step, committed)
-        for sequence, ended in committed.ended:
-            self._observer.sequence_ended(sequence, ended, now)
+        self._publish(step.plan.step, committed, now)
         self._progress_s = now
         self._step = step.plan.step
         self._observer.step_ended(
@@ -222,7 +224,8 @@ class Engine:
         if not self._inbox and not self.scheduler.has_work:
             self._progress_s = self._clock()  # until now there was nothing to be late with
         self._inbox.append((front_end, message))
-        self._unread_submits += isinstance(message, Submit)
+        if isinstance(message, Submit):
+            self._unread_submits += 1 + len(message.siblings)
         self._wake.set()
         self._is_idle.clear()
 
@@ -231,8 +234,8 @@ class Engine:
             front_end, message = self._inbox.popleft()
             now = self._clock()
             if isinstance(message, Submit):
-                self._unread_submits -= 1
-                self.scheduler.add(Sequence.from_submit(message, front_end, now))
+                self._unread_submits -= 1 + len(message.siblings)
+                self.scheduler.submit(message, front_end, now)
                 continue
             sequence = self.scheduler.find((front_end, message.sequence_id))
             if sequence is None:
@@ -253,14 +256,21 @@ class Engine:
         if self.scheduler.memory.swap.free_slots <= ready // 2:
             self.executor.want_slots(max(2 * ready, FIRST_SWAP_BYTES // self.executor.frame_bytes))
 
-    def _publish(self, step: int, committed: Committed) -> None:
+    def _publish(self, step: int, committed: Committed, now: float) -> None:
         """One token batch to each front end that the step concerns."""
-        for front_end in self._front_ends:
-            mine = committed.front_ends == front_end
+        for front_end in self._front_ends if committed else ():
+            mine = np.flatnonzero(committed.front_ends == front_end)
             ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
-            if mine.any() or ended:
+            prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
+            if len(mine) or ended or prompt_scores:
                 ids, tokens = committed.sequence_ids[mine].tolist(), committed.tokens[mine].tolist()
-                self._deliver(front_end, TokenBatch(step, ids, tokens, ended))
+                scores = {}
+                if committed.scores:
+                    found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
+                    scores = {i: each for i, each in found if each is not None}
+                self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
+        for sequence, end in committed.ended:
+            self._observer.sequence_ended(sequence, end, now)
 
     def _deliver(self, front_end: int, event: Event) -> None:
         if (receiver := self._front_ends.get(front_end)) is not None:

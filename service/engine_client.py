@@ -158,6 +158,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_request_tokens: int  # the same, as far as the whole KV pool can hold it; the smaller of both counts
     max_waiting: int  # Sequences in the queue; more are refused with QueueFull
     vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
+    max_running: int = 1 << 30  # Sequences that run at once: a beam search takes a place for each beam
     tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
 
     def request_tokens(self, tenant: str) -> int:
@@ -214,7 +215,8 @@ class EnginePort(Protocol):
 class TokenSink(Protocol):
     """Where a client puts what arrives for one Sequence (token_stream.py)."""
 
-    def put(self, tokens: int | list[int]) -> None: ...
+    def put(self, tokens: int | list[int], scores: Scores | None = None) -> None: ...
+    def put_prompt_scores(self, scores: list[Scores]) -> None: ...
     def end(self, ended: Ended) -> None: ...
     def fail(self, message: str) -> None: ...
 
@@ -265,14 +267,15 @@ class LocalEngineClient:
         if waiting + sequences > limit:
             raise QueueFull(f"{waiting} requests are waiting, the limit is {limit}: try again later", retry_after_s=1)
 
-    def submit(self, message: Submit, sink: TokenSink) -> None:
-        """Start a Sequence; its tokens go to `sink` until it ends.
+    def submit(self, message: Submit, *sinks: TokenSink) -> None:
+        """Start a Sequence and its siblings; their tokens go to `sinks`, one each in this order, until they end.
 
         Raises BadRequest for one that can never fit, and what `check_admission` raises.
         """
         self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
-        self.check_admission(1)
-        self._sinks[message.sequence_id] = sink
+        self.check_admission(len(sinks))
+        ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+        self._sinks.update(zip(ids, sinks, strict=True))
         self._engine.post(self._front_end, message)
 
     def cancel(self, sequence_id: int) -> None:
@@ -292,9 +295,13 @@ class LocalEngineClient:
             for lost in sinks.values():
                 lost.fail(event.message)
             return
-        for sequence_id, token in zip(event.sequence_ids, event.tokens, strict=True):
+        for prompt in event.prompt_scores:
+            if (sink := self._sinks.get(prompt.sequence_id)) is not None:
+                sink.put_prompt_scores(prompt.scores)
+        scores = event.scores
+        for i, (sequence_id, token) in enumerate(zip(event.sequence_ids, event.tokens, strict=True)):
             if (sink := self._sinks.get(sequence_id)) is not None:
-                sink.put(token)
+                sink.put(token, scores.get(i) if scores else None)
         for ended in event.ended:
             if (sink := self._sinks.pop(ended.sequence_id, None)) is not None:
                 sink.end(ended)

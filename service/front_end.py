@@ -16,6 +16,7 @@ from aiohttp import web
 from service.decoding import UnknownFields
 from service.engine_client import EngineState
 from service.errors import Draining, EngineDead, Loading, QueueFull
+from service.generation import PromptNumbers
 from service.served_model import ServedModel
 
 
@@ -28,6 +29,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_limit_bytes: int = 32 * 2**20  # prompts as token ids need about 7 bytes a token
     sse_keep_alive_s: float = 15.0
     unknown_fields: UnknownFields = "refuse"
+    max_logprobs: int = 20  # likeliest tokens that a client may ask for at each place
     max_generating: int | None = None  # requests that generate or wait: each holds a socket, and files are bounded
 
 
@@ -40,6 +42,10 @@ class HttpMetrics(Protocol):
 
     def http_ended(self, route: str, method: str, status: int) -> None:
         """It was answered, or its client has left (status 499). `route` is a path template: a bounded set."""
+        ...
+
+    def prompt_ended(self, numbers: PromptNumbers) -> None:
+        """A prompt with all its choices is over, however it ended."""
         ...
 
     def render(self, accept: str) -> tuple[bytes, str]:

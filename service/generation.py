@@ -1,189 +1,137 @@
-"""From a checked body to running Sequences: prompt ids, the length rules, sampling parameters, and the open choices.
+"""The running Sequences of one request: submitted together, read together, and none left behind.
 
-Length rules, the same on both routes (M = max_model_len, W = the smaller of M and what the whole KV pool holds):
-  1. prompt + max_tokens > M, or a prompt of M tokens or more: refused.
-  2. prompt + max_tokens > W: refused; such a request could not run alone on an empty server.
-  3. max_tokens absent: chat takes W - prompt, completions at most 16 tokens of it.
-A text so long that it must break rule 1 is refused before it is tokenized.
+A prompt is one message to the engine, however many choices it has: n Sequences that share its pages. Choices are
+numbered prompt by prompt (index = prompt * n + choice).
 """
 
-import random
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from model.step_plan import SamplingParameters
-from service.choice import Choice, Delta
-from service.engine_client import DEFAULT_TENANT, EndReason, Limits, Submit
-from service.errors import BadRequest, EngineDead
-from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
+import msgspec
+
+from service.choice import Choice, Delta, TextRules
+from service.engine_client import EndReason, Limits, Sibling, Submit
+from service.errors import BadRequest, EngineDead, quoted
+from service.prompts import Prompt, output_tokens
+from service.sampling import beam_search, sampling_parameters, sibling_seed, with_seed
+from service.schema import GenerationBody, check_token_ids
 from service.served_model import ServedModel
+from service.stop_strings import StopMatcher
 from service.token_stream import Inbox, TokenStream
-from service.tokenization import StopMatcher
 
 COMPLETION_DEFAULT_TOKENS = 16
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: logits further apart than 0.001 would differ by a factor of e**100 anyway."""
-
-CHARACTERS_PER_TOKEN = 128
-"""The longest tokens of common vocabularies are runs of 128 spaces: no text has fewer tokens than length / 128."""
-
-_seeds = random.Random()
 
 
-# ---------------------------------------------------------------- prompts
+class PromptNumbers(NamedTuple):
+    """One prompt with all its choices, for the counters (metrics.py)."""
 
-
-async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[list[int]]:
-    """Token ids of every prompt. Raises BadRequest."""
-    limits = model.client.limits
-    prompts: list[list[int]] = []
-    for path, prompt in body.prompts():
-        if isinstance(prompt, str):
-            check_text_length(len(prompt), limits)
-            ids = await model.tokenizer.encode_async(prompt, add_special_tokens=body.add_special_tokens is not False)
-            if not ids:
-                raise BadRequest(f"prompt must not be empty: this text has no tokens - at `{path}`", param="prompt")
-        else:
-            check_token_ids(prompt, limits.vocabulary, param="prompt", path=path)
-            ids = prompt
-        prompts.append(ids)
-    return prompts
-
-
-async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel) -> list[int]:
-    """Token ids that the model's template makes of the messages. Raises BadRequest."""
-    limits = model.client.limits
-    if len(body.messages or ()) > limits.max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
-            f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
-            param="max_tokens",
-        )
-    messages = template_messages(body)
-    check_text_length(sum(len(message["content"]) for message in messages), limits)
-    ids = await model.tokenizer.render_chat_async(
-        messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        kwargs=body.chat_template_kwargs,
-    )
-    if not ids:
-        raise BadRequest("the chat template made no tokens of these messages.", param="messages")
-    return ids
-
-
-def check_text_length(characters: int, limits: Limits) -> None:
-    """Refuse a text that no tokenizer could fit into the context, before work in proportion to it is done."""
-    if characters > CHARACTERS_PER_TOKEN * limits.max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested a prompt of "
-            f"{characters} characters, which cannot fit. Please shorten it.",
-            param="max_tokens",
-        )
-
-
-def output_tokens(prompt_tokens: int, asked: int | None, limits: Limits, *, default: int | None) -> int:
-    """How many tokens the output may have, at least 1. `default`: at most this when nothing was asked; None: the rest.
-
-    Raises BadRequest by the length rules above; the message has the true numbers.
-    """
-    limits.check_fits(prompt_tokens, 1 if asked is None else asked, DEFAULT_TENANT)
-    if asked is not None:
-        return asked
-    rest = limits.request_tokens(DEFAULT_TENANT) - prompt_tokens
-    return rest if default is None else min(default, rest)
-
-
-# ---------------------------------------------------------------- sampling
-
-
-def sampling_parameters(body: GenerationBody, defaults: SamplingParameters, vocabulary: int) -> SamplingParameters:
-    """What the client asked, the model's defaults for the rest, and a fresh seed if none was given."""
-    temperature = defaults.temperature if body.temperature is None else body.temperature
-    top_k = defaults.top_k if body.top_k is None else body.top_k
-    seed = _seeds.getrandbits(64) if body.seed is None else body.seed % 2**64
-    return SamplingParameters(
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_k=top_k if 0 < top_k < vocabulary else 0,
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        seed=seed,
-    )
-
-
-# ---------------------------------------------------------------- running
+    choices: int
+    prompt_tokens: int
+    cached_tokens: int
+    max_tokens: int
+    longest_output: int
+    is_answered: bool  # a token came
 
 
 class Generation:
-    """The running Sequences of one request. Close it whatever happens: that cancels what has not ended."""
+    """The choices of one request. Close it whatever happens: that cancels what has not ended."""
 
     def __init__(
         self,
         body: GenerationBody,
-        prompts: list[list[int]],
+        prompts: Sequence[Prompt],
         model: ServedModel,
         *,
         request_id: str,
         default_tokens: int | None,
     ) -> None:
-        """Submit one Sequence per prompt, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead."""
+        """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead."""
         limits = model.client.limits
         check_token_ids(body.stop_token_ids or [], limits.vocabulary, param="stop_token_ids", path="$.stop_token_ids")
-        budgets = [output_tokens(len(ids), body.asked_tokens, limits, default=default_tokens) for ids in prompts]
-        sampling = sampling_parameters(body, model.defaults, limits.vocabulary)
-        model.client.check_admission(len(prompts))
+        self._budgets = [output_tokens(len(prompt.ids), body, limits, default=default_tokens) for prompt in prompts]
+        _check_together(body, self._budgets, limits)
+        self._rules, self._template = self._ask(body, model, request_id)
+        self.prompts = prompts
+        self.choices_per_prompt = body.choices_per_prompt
         self.inbox = Inbox()
         self.choices: list[Choice] = []
         self._submitted_s = time.monotonic()
         self._first_token_s: float | None = None
         self._is_lost = False  # the engine has died under it
         self._by_stream: dict[TokenStream, Choice] = {}
+        self._shows_scores = body.scores_echo  # of the prompt, before anything else
+        self._early: list[TokenStream] = []  # with news that come before them
+        model.client.check_admission(len(prompts) * self.choices_per_prompt)
         try:
-            for ids, max_tokens in zip(prompts, budgets, strict=True):
-                self._submit(body, ids, max_tokens, sampling, model, request_id)
+            for prompt, max_tokens in zip(prompts, self._budgets, strict=True):
+                self._submit(body, prompt, max_tokens, model)
         except BaseException:
             self.close()
             raise
 
-    def _submit(
-        self,
-        body: GenerationBody,
-        prompt_ids: list[int],
-        max_tokens: int,
-        sampling: SamplingParameters,
-        model: ServedModel,
-        request_id: str,
-    ) -> None:
-        sequence_id = model.client.next_sequence_id()
-        stream = TokenStream(partial(model.client.cancel, sequence_id), self.inbox)
+    @staticmethod
+    def _ask(body: GenerationBody, model: ServedModel, request_id: str) -> tuple[TextRules, Submit]:
+        """What is the same for all prompts: how tokens become text, and a message without a prompt."""
         # an end token is reported as null even if the client named it too
         own_ends = () if body.ignore_eos else model.end_ids
         client_ends = frozenset(body.stop_token_ids or ()).difference(own_ends)
+        end_ids = [*own_ends, *sorted(client_ends)]
+        sampling = sampling_parameters(body, model.defaults, model.tokenizer, model.client.limits.vocabulary, end_ids)
         include_stop = bool(body.include_stop_str_in_output)
-        choice = Choice(
-            index=len(self.choices),
-            prompt_ids=prompt_ids,
-            stream=stream,
-            detokenizer=model.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+        rules = TextRules(
             matcher=StopMatcher(body.stops, include=include_stop) if body.stops else None,
             include_stop=include_stop,
             stop_token_ids=client_ends,
-            finish=partial(model.client.finish, sequence_id),
+            min_tokens=sampling.min_tokens,
             ends_complete=bool(body.return_cache_info),
+            is_echo_only=body.asked_tokens == 0,
         )
-        message = Submit(
-            sequence_id=sequence_id,
+        scored = [body.prompt_logprobs, body.top_choices if body.scores_echo else None]
+        template = Submit(
+            sequence_id=0,
             request_id=request_id,
-            prompt_ids=prompt_ids,
-            max_tokens=max_tokens,
+            prompt_ids=[],
+            max_tokens=0,
             sampling=sampling,
-            end_ids=[*own_ends, *sorted(client_ends)],
+            end_ids=[] if rules.is_echo_only else end_ids,
             prefix_cache=body.prefix_cache is not False,
             cache_salt=body.cache_salt or "",
+            beam_search=beam_search(body),
+            prompt_logprobs=max(-1 if likeliest is None else likeliest for likeliest in scored),
+            timeout_s=body.timeout_s,
         )
-        model.client.submit(message, stream)
-        self.choices.append(choice)
-        self._by_stream[stream] = choice
+        return rules, template
+
+    def _submit(self, body: GenerationBody, prompt: Prompt, max_tokens: int, model: ServedModel) -> None:
+        """One prompt with its choices."""
+        client = model.client
+        choices: list[Choice] = []
+        ids = [client.next_sequence_id() for _ in range(self.choices_per_prompt)]
+        for i, sequence_id in enumerate(ids):
+            choices.append(
+                Choice(
+                    index=len(self.choices) + i,
+                    prompt=prompt,
+                    stream=TokenStream(partial(client.cancel, sequence_id), self.inbox, prompt.scores),
+                    detokenizer=model.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+                    rules=self._rules,
+                    finish=partial(client.finish, sequence_id),
+                )
+            )
+        sampling = with_seed(self._template.sampling, body.seed)
+        message = msgspec.structs.replace(
+            self._template,
+            sequence_id=ids[0],
+            prompt_ids=prompt.ids,
+            max_tokens=max(1, max_tokens),
+            sampling=sampling,
+            siblings=[Sibling(id_, sibling_seed(sampling.seed, i)) for i, id_ in enumerate(ids[1:], 1)],
+        )
+        client.submit(message, *(choice.stream for choice in choices))
+        self.choices += choices
+        self._by_stream |= {choice.stream: choice for choice in choices}
 
     @property
     def is_over(self) -> bool:
@@ -196,8 +144,14 @@ class Generation:
         Raises EngineDead, InternalError or ServiceUnavailable.
         """
         news = []
-        for stream in await self.inbox.next_ready():
+        ready, self._early = [*await self.inbox.next_ready(), *self._early], []
+        if self._shows_scores:  # a first choice before its siblings: its end lets them go
+            ready.sort(key=lambda stream: self._by_stream[stream].index)
+        for stream in ready:
             choice = self._by_stream[stream]
+            if self._shows_scores and self._is_early(choice):
+                self._early.append(stream)
+                continue
             try:
                 deltas = choice.read()
             except EngineDead:
@@ -211,6 +165,14 @@ class Generation:
                 del self._by_stream[stream]
         return news
 
+    def _is_early(self, choice: Choice) -> bool:
+        """Whether scores of its prompt are still to come.
+
+        They come before any token of the prompt's first choice. If that one was preempted, a sibling may be ahead.
+        """
+        first = self.choices[choice.index - choice.index % self.choices_per_prompt]
+        return choice is not first and not choice.prompt.is_scored and first.stream in self._by_stream
+
     def close(self) -> None:
         """Cancel what has not ended. Idempotent."""
         for stream in self._by_stream:
@@ -221,7 +183,7 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """Over all prompts; a prompt counts once however many choices it has."""
-        return sum(len(choice.prompt_ids) for choice in self.choices)
+        return sum(len(prompt.ids) for prompt in self.prompts)
 
     @property
     def completion_tokens(self) -> int:
@@ -230,8 +192,26 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values were found in the page cache; known once the choices have ended."""
-        return sum(choice.ended.cached_tokens for choice in self.choices if choice.ended is not None)
+        """Prompt tokens whose keys and values were found in the page cache; known once the choices have ended.
+
+        A prompt's first choice tells: what its siblings find is what that one has just computed.
+        """
+        return sum(self._cached(choice) for choice in self.choices[:: self.choices_per_prompt])
+
+    @staticmethod
+    def _cached(choice: Choice) -> int:
+        return 0 if choice.ended is None else choice.ended.cached_tokens
+
+    def by_prompt(self) -> list[PromptNumbers]:
+        """The numbers of each prompt so far."""
+        n, found = self.choices_per_prompt, []
+        for i, (prompt, max_tokens) in enumerate(zip(self.prompts, self._budgets, strict=True)):
+            choices = self.choices[i * n : (i + 1) * n]
+            longest = max(choice.completion_tokens for choice in choices)
+            is_answered = longest > 0 or (self._rules.is_echo_only and choices[0].finish_reason is not None)
+            numbers = PromptNumbers(n, len(prompt.ids), self._cached(choices[0]), max_tokens, longest, is_answered)
+            found.append(numbers)
+        return found
 
     def numbers(self) -> dict[str, Any]:
         """For the request's log line. Times in milliseconds; None for what never happened or nobody has told."""
@@ -252,8 +232,27 @@ class Generation:
 
     def _outcome(self, choice: Choice) -> EndReason:
         """How a choice ended, also where no client is told."""
+        if choice.ended is not None and choice.ended.reason == "timeout" and choice.finish_reason == "length":
+            return "timeout"
         if choice.finish_reason is not None:
             return choice.finish_reason
         if choice.ended is not None:
             return choice.ended.reason
         return "error" if self._is_lost else "abort"
+
+
+def _check_together(body: GenerationBody, budgets: Sequence[int], limits: Limits) -> None:
+    """What no field can say alone. Raises BadRequest."""
+    shortest = min(budgets)
+    if body.min_tokens is not None and body.min_tokens > shortest:
+        message = f"min_tokens must be at most max_tokens, here {shortest}, got {quoted(body.min_tokens, 32)}."
+        raise BadRequest(message, param="min_tokens")
+    if body.beams is not None and body.beams > limits.max_running:
+        message = f"This server runs {limits.max_running} beams at once, got {body.beams}."
+        raise BadRequest(message, param="n" if body.beam_width is None else "beam_width")
+    choices, most = len(budgets) * body.choices_per_prompt, limits.max_waiting
+    if choices > max(1, most):
+        message = (
+            f"This server takes at most {most} choices at once, got {choices}: {len(budgets)} prompts, n = {body.n}."
+        )
+        raise BadRequest(message, param="n" if body.n is not None and body.n > 1 else "prompt")

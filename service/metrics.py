@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 
 from service.engine import StepReport
 from service.engine_client import Ended, EndReason, EngineSnapshot
+from service.generation import PromptNumbers
 from service.request import Sequence as EngineSequence
 
 FIRST_TOKEN_S = (
@@ -132,7 +133,7 @@ class Metrics(Collector):
         self._request_s = {name: Histogram(REQUEST_S) for name in ("e2e", "queue", "inference", "prefill", "decode")}
         self._step_tokens = Histogram(STEP_TOKENS)
         self._step_s = {phase: Histogram(STEP_S) for phase in PHASES}
-        self._sequences_of_request = Histogram((1, 2, 5, 10, 20))
+        self._choices_of_prompt = Histogram((1, 2, 5, 10, 20))
         self._request_tokens: dict[str, Histogram] = {}  # bounds depend on the model
 
         self._loop_lag_s = Histogram(LOOP_LAG_S)
@@ -162,20 +163,14 @@ class Metrics(Collector):
     def sequence_ended(self, sequence: EngineSequence, ended: Ended, now: float) -> None:
         self._ended[ended.reason] += 1
         self._request_s["e2e"].observe(now - sequence.submitted_s)
-        self._sequences_of_request.observe(1)
         if self._request_tokens:
-            self._request_tokens["prompt"].observe(sequence.prompt_tokens)
             self._request_tokens["generation"].observe(ended.output_tokens)
-            self._request_tokens["max_num_generation"].observe(ended.output_tokens)
-            self._request_tokens["params_max"].observe(sequence.max_tokens)
         if sequence.admitted_s is None:
             return
         self._request_s["queue"].observe(sequence.admitted_s - sequence.submitted_s)
         self._request_s["inference"].observe(now - sequence.admitted_s)
         if sequence.first_token_s is None:
             return
-        self._prompt_tokens += sequence.prompt_tokens
-        self._cached_tokens += ended.cached_tokens
         self._first_token_s.observe(sequence.first_token_s - sequence.submitted_s)
         self._request_s["prefill"].observe(sequence.first_token_s - sequence.admitted_s)
         self._request_s["decode"].observe(now - sequence.first_token_s)
@@ -190,6 +185,17 @@ class Metrics(Collector):
     def http_ended(self, route: str, method: str, status: int) -> None:
         self._http_inflight -= 1
         self._http_requests[route, method if method in METHODS else "other", str(status)] += 1
+
+    def prompt_ended(self, numbers: PromptNumbers) -> None:
+        """What counts once for a prompt, however many choices it has."""
+        self._choices_of_prompt.observe(numbers.choices)
+        if self._request_tokens:
+            self._request_tokens["prompt"].observe(numbers.prompt_tokens)
+            self._request_tokens["max_num_generation"].observe(numbers.longest_output)
+            self._request_tokens["params_max"].observe(numbers.max_tokens)
+        if numbers.is_answered:
+            self._prompt_tokens += numbers.prompt_tokens
+            self._cached_tokens += numbers.cached_tokens
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """OpenMetrics where `accept` names it, else text 0.0.4. (The library's own choice fails on odd headers.)"""
@@ -330,7 +336,7 @@ class Metrics(Collector):
             "request_time_per_output_token_seconds": self._per_token_s,
             "e2e_request_latency_seconds": self._request_s["e2e"],
             "iteration_tokens_total": self._step_tokens,
-            "request_params_n": self._sequences_of_request,
+            "request_params_n": self._choices_of_prompt,
         }
         histograms |= {f"request_{name}_time_seconds": h for name, h in self._request_s.items() if name != "e2e"}
         histograms |= {f"request_{name}_tokens": histogram for name, histogram in self._request_tokens.items()}

@@ -4,15 +4,21 @@ Its states and how it moves between them: sequences.py. While it has a row, its 
 while it waits, in `tokens`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from mm import AddressSpace, ContentChain
-from mm.addresses import Int32Array
-from model.step_plan import SamplingParameters
+from mm.addresses import Int32Array, empty_int32
+from model.step_plan import Float32Array, SamplingParameters
 from service.engine_client import MissInfo, Submit
+from service.family import Family
+
+if TYPE_CHECKING:
+    from service.beams import BeamGroup
 
 Key = tuple[int, int]
 """(front end, sequence id): what tells a Sequence from all others."""
@@ -22,6 +28,7 @@ class State(Enum):
     WAITING = auto()
     RUNNING = auto()
     SWAPPED = auto()
+    CHOICE = auto()  # of a beam search: it holds nothing itself, the beams do
     ENDED = auto()
 
 
@@ -41,9 +48,14 @@ class Sequence:
     sampling: SamplingParameters
     end_ids: list[int]
     submitted_s: float
+    prompt_ids: Int32Array
+    prompt_logprobs: int = -1  # likeliest tokens to report at each place of the prompt; -1: nothing is reported
+    deadline_s: float | None = None  # then it ends with what it has
+    family: Family | None = None  # whose pages it may share by a fork
+    group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
 
     # written by the scheduler
-    tokens: Int32Array  # prompt and output so far, as of the last time it did not run
+    tokens: Int32Array = field(default_factory=empty_int32)  # prompt and output, as of the last time it did not run
     state: State = State.WAITING
     space: AddressSpace | None = None
     in_flight: int = 0  # sampled tokens of steps that were submitted before it was preempted and are not committed yet
@@ -57,11 +69,15 @@ class Sequence:
     miss: MissInfo | None = None  # why no more was cached, the first time
     remaining: int = 0  # tokens to compute when it returns from swap
     preemptions: int = 0
+    scores_due: int = 0  # the next prompt token whose scores are to be given out; prompt_tokens if none is
+    candidates: tuple[Int32Array, Float32Array] | None = None  # a beam's likeliest next tokens, until its group goes on
     admitted_s: float | None = None  # the first time
     first_token_s: float | None = None
 
     @classmethod
     def from_submit(cls, message: Submit, front_end: int, now: float) -> "Sequence":
+        """The first choice of a request."""
+        prompt_ids = np.array(message.prompt_ids, np.int32)
         return cls(
             front_end=front_end,
             sequence_id=message.sequence_id,
@@ -69,13 +85,22 @@ class Sequence:
             tenant=message.tenant,
             uses_cache=message.prefix_cache,
             cache_salt=message.cache_salt,
-            prompt_tokens=len(message.prompt_ids),
+            prompt_tokens=len(prompt_ids),
             max_tokens=message.max_tokens,
             sampling=message.sampling,
             end_ids=message.end_ids,
             submitted_s=now,
-            tokens=np.array(message.prompt_ids, np.int32),
+            prompt_ids=prompt_ids,
+            prompt_logprobs=message.prompt_logprobs,
+            deadline_s=None if message.timeout_s is None else now + message.timeout_s,
+            tokens=prompt_ids,
+            scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),
         )
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether scores of its prompt are still to be made: then no token of it may come from elsewhere."""
+        return self.scores_due < self.prompt_tokens
 
     @property
     def limit(self) -> int:
@@ -86,3 +111,24 @@ class Sequence:
     def key(self) -> Key:
         """What tells it from all others: sequence ids are unique in one front end only."""
         return self.front_end, self.sequence_id
+
+
+def choices_of(message: Submit, front_end: int, now: float) -> list[Sequence]:
+    """All choices of a request: the first, and its siblings, which differ in id and seed. They are one family."""
+    first = Sequence.from_submit(message, front_end, now)
+    if not message.siblings:
+        return [first]
+    first.family = Family()
+    return [
+        first,
+        *(
+            replace(
+                first,
+                sequence_id=sibling.sequence_id,
+                sampling=msgspec.structs.replace(first.sampling, seed=sibling.seed),
+                prompt_logprobs=-1,
+                scores_due=first.prompt_tokens,
+            )
+            for sibling in message.siblings
+        ),
+    ]

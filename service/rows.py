@@ -6,7 +6,7 @@ written at the top of scheduler.py, their only reader and writer.
 
 import numpy as np
 
-from mm.addresses import FloatArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from service.request import Sequence
 
 NO_TOKEN = -2  # pads the rows of end ids: no token has this id
@@ -28,6 +28,8 @@ class RunningRows:
         self.sequence_id: Int64Array = np.zeros(rows, np.int64)
         self.last_token_s: FloatArray = np.full(rows, np.nan)
         self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
+        self.logprobs: Int32Array = np.full(rows, -1, np.int32)  # likeliest tokens to report; -1: nothing
+        self.is_beam: BoolArray = np.zeros(rows, np.bool_)  # its next token is chosen by its group
 
     def enter(self, row: int, sequence: Sequence, arrival: int, computed: int) -> None:
         """`computed` tokens of the Sequence have keys and values already: they were in the page cache."""
@@ -42,6 +44,8 @@ class RunningRows:
         self.front_end[row] = sequence.front_end
         self.sequence_id[row] = sequence.sequence_id
         self.last_token_s[row] = np.nan
+        self.logprobs[row] = sequence.sampling.logprobs
+        self.is_beam[row] = sequence.group is not None
         missing = len(sequence.end_ids) - self.end_ids.shape[1]
         if missing > 0:
             self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
@@ -56,6 +60,12 @@ class RunningRows:
         self.sequences[row] = None
         self.known[row] = self.remaining[row] = self.limit[row] = 0
         self.epoch[row] += 1
+
+    def append(self, row: int, token: int) -> None:
+        """The next token of a beam: it is to be computed."""
+        self.tokens[row, self.known[row]] = token
+        self.known[row] += 1
+        self.remaining[row] = 1
 
     def at(self, row: int) -> Sequence:
         """Who runs in `row`."""

@@ -15,8 +15,10 @@ device alone. Per row:
     remaining >  1                    the row prefills: a prompt, or a preempted Sequence computing its tokens again
     computed + remaining == limit     nothing more to schedule; it ends at the next commit
 
+The row of a beam stands still while its group waits for the host: then remaining == 0 (beams.py).
+
 In steady decode (the same rows as in the step before, and nobody waits who could be admitted) next to nothing changes:
-a `_Steady` keeps what does not, so that a step costs a dozen numpy operations.
+steady.py keeps what does not.
 
 Rules, cited by number below:
   1. Decodes come first, then running prefills in order of arrival, then admissions in order of arrival.
@@ -28,11 +30,14 @@ Rules, cited by number below:
   6. Pages are cached at commit, when the step that filled them is known to be good.
   7. A tenant at one of its limits holds up itself alone: its others wait, in order, and other tenants pass them by.
   8. Memory that a tenant's min protects is never taken by preemption for others, and what low protects last.
+  9. Relatives share pages by forks: while one computes the prompt the others stand aside, and hold nobody up.
+ 10. Beams of one search are preempted together. Where nothing else can give way, a search ends with what it has.
 """
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,19 +52,26 @@ from mm import (
     OverTenantLimit,
     PrefixMatch,
     Room,
-    SharedPrefixes,
     SwapOrders,
     pages_for,
 )
-from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
-from service.engine_client import Ended, EndReason
-from service.request import Key, Sequence, State
+from service.beams import Beams
+from service.committed import Committed
+from service.engine_client import Ended, EndReason, Submit
+from service.groups import Groups
+from service.request import Key, Sequence, State, choices_of
+from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
 from service.sequences import Sequences, row_of, space_of
+from service.steady import Steady
 
 LOOK_AHEAD = 32
 """Waiting Sequences that one step passes by, or counts as waiting: those in front may be waiting for pages that others
 compute."""
+
+LOOKED_AT = 1024
+"""Waiting Sequences that one step looks at: those in front may be relatives of one that computes."""
 
 MOST_ADMISSIONS = 128
 """Sequences that one step admits, however small they are: each costs some 50 us of the host."""
@@ -81,53 +93,25 @@ class SchedulerSettings:
     prefix_caching: bool = True  # whether requests may read and fill the page cache
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What one committed step brought, N tokens in all: tokens[i] goes to sequence_ids[i] of front_ends[i].
-
-    gaps_s (N,) float64: time since that Sequence's token before; NaN for its first.
-    """
-
-    front_ends: Int32Array
-    sequence_ids: Int64Array
-    tokens: Int32Array
-    gaps_s: FloatArray
-    ended: list[tuple[Sequence, Ended]]
-
-
 @dataclass(slots=True)
-class _Steady:
-    """Rows that decode step after step, and what stays the same meanwhile. Valid while no row changes hands."""
-
-    changes: int  # of Sequences, when this was made
-    rows: Int32Array
-    ones: Int32Array
-    starts: Int32Array  # of the next step
-    steps: int  # until the first of them reaches its limit
-    plan: StepPlan  # the last one: its rows, query_starts, token_ids and samples serve again
-    epochs: Int64Array
-    front_ends: Int32Array
-    sequence_ids: Int64Array
-    end_ids: Int32Array  # (S, E)
-    has_end_ids: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Grouped:
-    """The decodes of the last plan that was not steady, and who of them begins with the same frames."""
-
-    rows: Int32Array
-    epochs: Int64Array
-    groups: SharedPrefixes | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Submitted:
     """A plan on its way, and whose rows it ran: a row may have changed hands before the result is there."""
 
     plan: StepPlan
     epochs: Int64Array  # (S,)
-    steady: _Steady | None
+    steady: Steady | None
+    asking: Int64Array  # places of the rows that report log-probabilities
+    scored: Collection[ScoredChunk] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """How a Sequence would be admitted: by a fork of `relative`, or else with what is cached of its tokens."""
+
+    frames: int  # until all its tokens are computed
+    match: PrefixMatch | None = None
+    relative: Sequence | None = None
+    length: int = 0  # tokens that it has in common with `relative`
 
 
 class Scheduler:
@@ -144,8 +128,11 @@ class Scheduler:
         self._rows = self.sequences.rows
         self._step = 0
         self._submitted: deque[_Submitted] = deque()
-        self._steady: _Steady | None = None
-        self._grouped: _Grouped | None = None
+        self._steady: Steady | None = None
+        self._groups = Groups(memory, self._rows) if settings.finds_shared_prefixes else None
+        self._beams = Beams(self.sequences)
+        self._deadlines: list[tuple[float, Key]] = []  # a heap, also of those who have ended before
+        self._ended = Committed.nothing()  # what ended outside a commit, for `take_ended`
         self._swaps_work = memory.swap.total > 0
         self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
@@ -160,13 +147,43 @@ class Scheduler:
     def preemptions(self) -> int:
         return self.sequences.preemptions
 
+    def submit(self, message: Submit, front_end: int, now: float) -> list[Sequence]:
+        """Queue all choices of a request."""
+        choices = choices_of(message, front_end, now)
+        if message.beam_search is None:
+            for choice in choices:
+                self.add(choice)
+            return choices
+        if (width := message.beam_search.width) > self.settings.max_running:
+            words = f"a search of {width} beams takes {width} places, and there are {self.settings.max_running}"
+            for choice in choices:
+                self.sequences.add(choice)
+                self._ended.ended.append((choice, self.end(choice, "error", now, message=words)))
+            return choices
+        self._beams.add(choices, message.beam_search)
+        for choice in choices:
+            self._note_deadline(choice)
+        return choices
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new Sequence. It must fit into an empty pool: that is checked where it comes in."""
         self.sequences.add(sequence)
+        self._note_deadline(sequence)
+
+    def _note_deadline(self, sequence: Sequence) -> None:
+        if sequence.deadline_s is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.key))
 
     def find(self, key: tuple[int, int]) -> Sequence | None:
         """A Sequence that has not ended."""
-        return self.sequences.find(key)
+        return self.sequences.find(key) or self._beams.choices.get(key)
+
+    def take_ended(self) -> Committed:
+        """What ended since the last call other than by `commit` and `end`: for the time, or for want of memory."""
+        ended = self._ended
+        if ended:
+            self._ended = Committed.nothing()
+        return ended
 
     def take_swap_orders(self) -> list[SwapOrders]:
         """What the executor must start now, after the plan of the same turn was submitted."""
@@ -184,17 +201,20 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
         self.memory.turn(now, self._step + 1)
+        if self._deadlines and self._deadlines[0][0] <= now:
+            self._end_late(now)
         self.sequences.swap_orders.append(self.memory.background_reclaim())
         if (steady := self._steady) is not None and self._is_steady(steady):
             return self._steady_plan(steady)
-        self._return_from_swap()
-        decodes = self._choose_decodes()
-        decodes, chunks = self._choose_prefills(decodes)
-        budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
-        chunks = self._that_fit(decodes, chunks + self._admit(decodes, budget, now))
+        while True:
+            before = self.preemptions
+            decodes, chunks = self._choose(now)
+            if len(decodes) or chunks or not (self.preemptions > before or self._give_way(now)):
+                break  # else somebody has given up pages, and others may run by that
         self._report_pressure()
         if not len(decodes) and not chunks:
-            self._grouped = None  # rows may come back from swap to other frames
+            if self._groups is not None:
+                self._groups.forget()  # rows may come back from swap to other frames
             return None
         return self._plan(decodes, chunks)
 
@@ -204,12 +224,14 @@ class Scheduler:
         steady = self._steady
         is_same = steady is not None and submitted.steady is steady and steady.changes == self.sequences.changes
         if steady is not None and is_same and not result.failed.any():
-            return self._commit_steady(steady, result.tokens, now)
+            return self._commit_steady(steady, result, now)
         sampled = np.flatnonzero(submitted.plan.samples)
         all_rows = submitted.plan.rows[sampled]
         mine = submitted.epochs[sampled] == state.epoch[all_rows]
-        failed = result.failed[sampled]
-        good = mine & ~failed
+        good = mine & ~result.failed[sampled]
+        if self._beams.groups:
+            self._take_candidates(submitted, result, sampled[good])
+            good &= ~state.is_beam[all_rows]
         rows, tokens = all_rows[good], result.tokens[sampled[good]]
         state.tokens[rows, state.known[rows]] = tokens
         state.known[rows] += 1
@@ -218,21 +240,77 @@ class Scheduler:
         self._publish(submitted, result)
         for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
             self._rows.at(row).first_token_s = now
-        committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps, [])
+        committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps)
+        if submitted.scored:
+            self._score_prompts(committed, submitted, result)
+        if len(submitted.asking):
+            self._score_tokens(committed, submitted, result, sampled[good])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
         self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], now)
-        for row in all_rows[mine & failed].tolist():
-            sequence = self._rows.at(row)
-            committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
-        return committed if mine.all() else self._commit_bereft(committed, submitted, result, sampled[~mine], now)
+        if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
+            lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
+            for row in submitted.plan.rows[lost].tolist():
+                self._fail_row(committed, row, now)
+        if not mine.all():
+            self._commit_bereft(committed, submitted, result, sampled[~mine], now)
+        if self._beams.groups:
+            committed.extend(self._beams.go_on(now))
+        return committed
 
     def end(self, sequence: Sequence, reason: EndReason, now: float, **facts: Any) -> Ended:
-        """Sequences.end."""
+        """Sequences.end, or Beams.end_choice."""
+        if sequence.state is State.CHOICE:
+            return self._beams.end_choice(sequence, reason, now, output=facts.get("output", 0))
         return self.sequences.end(sequence, reason, now, **facts)
+
+    def _fail_row(self, committed: Committed, row: int, now: float) -> None:
+        """The numbers of a row are not finite: its Sequence ends, or its whole search."""
+        sequence = self._rows.sequences[row]
+        if sequence is None:
+            return  # another beam of its search has failed before it
+        if sequence.group is not None:
+            self._beams.fail(sequence.group, NOT_FINITE, now, committed)
+        else:
+            committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
+
+    # --- ends that no step brings
+
+    def _end_late(self, now: float) -> None:
+        """End all whose time is over, with what they have."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self.find(heapq.heappop(self._deadlines)[1])
+            if sequence is None:
+                continue
+            if sequence.state is State.CHOICE:
+                assert sequence.group is not None
+                self._beams.finish(sequence.group, "timeout", now, self._ended)
+            else:
+                self._ended.ended.append((sequence, self.end(sequence, "timeout", now)))
+
+    def _give_way(self, now: float) -> bool:
+        """Nothing can run. If nothing is on its way either, beams stand still for want of pages (rule 10).
+
+        The youngest search gives its pages up, for others that hold some or wait to come back from swap. Where it is
+        the only one, its own beams come next; if they do not fit, it has the whole pool, and ends with what it has.
+        Returns whether anything has changed.
+        """
+        groups = [group for group in self._beams.groups if group.family.with_row]
+        if not groups or self._submitted or self.memory.is_copying:
+            return False
+        groups.sort(key=lambda group: int(self._rows.arrival[row_of(next(iter(group.family.with_row.values())))]))
+        oldest, youngest = groups[0], groups[-1]
+        others_swapped = any(sequence.group is not youngest for sequence in self.sequences.swapped.values())
+        if oldest is not youngest or others_swapped:
+            for beam in list(youngest.family.with_row.values()):
+                self.sequences.recompute(beam)
+            self.sequences.put_first(oldest.beams)
+        elif not self.sequences.put_first(oldest.beams):
+            self._beams.finish(oldest, "length", now, self._ended)
+        return True
 
     # --- steady decode
 
-    def _is_steady(self, steady: _Steady) -> bool:
+    def _is_steady(self, steady: Steady) -> bool:
         """Whether the next step is the one before, one token further."""
         all_ = self.sequences
         return (
@@ -246,49 +324,64 @@ class Scheduler:
 
     @property
     def _has_place(self) -> bool:
-        """Whether one more Sequence may run."""
-        return len(self.sequences.running) < self.settings.max_running and self.memory.tables.free_rows > 0
+        """Whether one more Sequence may run, as far as others have not reserved its place."""
+        return self._taken_places < self.settings.max_running and self.memory.tables.free_rows > 0
 
-    def _steady_plan(self, steady: _Steady) -> StepPlan:
+    @property
+    def _taken_places(self) -> int:
+        return len(self.sequences.running) + len(self.sequences.swapped)
+
+    def _has_place_for(self, sequence: Sequence) -> bool:
+        """Whether this one may run: a search needs a place for each beam before the first one enters."""
+        reserved = self._beams.reserved_places
+        needed = 1
+        if sequence.group is not None:
+            needed, own = sequence.group.search.width, sequence.group.reserved_places
+            if own:
+                needed, reserved = 1, reserved - own
+        free = min(self.settings.max_running - self._taken_places, self.memory.tables.free_rows)
+        return needed <= free - reserved
+
+    def _steady_plan(self, steady: Steady) -> StepPlan:
         """The plan of the step before, one token further."""
         orders = self.memory.grow(steady.rows, steady.ones)
         self._step += 1
-        last = steady.plan
-        plan = StepPlan(
-            step=self._step,
-            orders=orders,
-            settings=None,
-            rows=last.rows,
-            starts=steady.starts,
-            query_starts=last.query_starts,
-            token_ids=last.token_ids,
-            samples=last.samples,
-            decodes=last.decodes,
-            groups=last.groups,
-        )
-        steady.plan = plan
-        steady.starts = steady.starts + 1
-        steady.steps -= 1
-        self._submitted.append(_Submitted(plan, steady.epochs, steady))
+        plan = steady.next_plan(self._step, orders)
+        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking))
         return plan
 
-    def _commit_steady(self, steady: _Steady, tokens: Int32Array, now: float) -> Committed:
+    def _commit_steady(self, steady: Steady, result: StepResult, now: float) -> Committed:
         """`commit` for rows that have all been committed in the step before too: nobody is new, nobody has left."""
-        state, rows = self._rows, steady.rows
-        known = state.known[rows]
-        state.tokens[rows, known] = tokens
-        known += 1
-        state.known[rows] = known
-        gaps = now - state.last_token_s[rows]
-        state.last_token_s[rows] = now
-        self.memory.publish(rows, known - 1, state.tokens)
-        committed = Committed(steady.front_ends, steady.sequence_ids, tokens, gaps, [])
-        over = steady.steps <= 1  # the limits are known ahead: two steps are on their way at most
-        if steady.has_end_ids or over:
-            stopped = (steady.end_ids == tokens[:, None]).any(axis=1)
-            if over or stopped.any():
-                self._end_rows(committed, rows, stopped, known == state.limit[rows], now)
+        committed, stopped, full = steady.commit(result.tokens, result.logprobs, self._rows, self.memory, now)
+        if stopped is not None and full is not None:
+            self._end_rows(committed, steady.rows, stopped, full, now)
         return committed
+
+    # --- what a step brought
+
+    def _take_candidates(self, submitted: _Submitted, result: StepResult, places: Int64Array) -> None:
+        """Beams get their likeliest next tokens. places: of the rows that sampled and are still the same."""
+        rows = submitted.plan.rows[places]
+        for place in places[self._rows.is_beam[rows]].tolist():
+            assert result.logprobs is not None
+            beam = self._rows.at(int(submitted.plan.rows[place]))
+            self._beams.take(beam, result.logprobs, int(np.searchsorted(submitted.asking, place)))
+
+    def _score_tokens(
+        self, committed: Committed, submitted: _Submitted, result: StepResult, places: Int64Array
+    ) -> None:
+        """The scores of the committed tokens whose rows ask for some. places (N,): of those tokens in the plan."""
+        assert result.logprobs is not None
+        where = np.flatnonzero(np.isin(places, submitted.asking))
+        if len(where):
+            found = result.logprobs.take(np.searchsorted(submitted.asking, places[where]))
+            likeliest = self._rows.logprobs[submitted.plan.rows[places[where]]].tolist()
+            committed.scores = dict(zip(where.tolist(), scores_of(found, likeliest), strict=True))
+
+    def _score_prompts(self, committed: Committed, submitted: _Submitted, result: StepResult) -> None:
+        assert result.scored is not None
+        failed = [bool(result.failed[chunk.place]) for chunk in submitted.scored]
+        committed.prompt_scores = prompt_scores(submitted.scored, result.scored, failed)
 
     def _publish(self, submitted: _Submitted, result: StepResult) -> None:
         """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""
@@ -308,6 +401,16 @@ class Scheduler:
             committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
 
     # --- choosing
+
+    def _choose(self, now: float) -> tuple[Int32Array, list[tuple[Sequence, int]]]:
+        """Who runs in the next step: rows that decode, and chunks (Sequence, tokens)."""
+        self._return_from_swap()
+        if self._beams.groups:
+            self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
+        decodes = self._choose_decodes()
+        decodes, chunks = self._choose_prefills(decodes)
+        budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
+        return decodes, self._that_fit(decodes, chunks + self._admit(decodes, budget, now))
 
     def _choose_decodes(self) -> Int32Array:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
@@ -342,9 +445,10 @@ class Scheduler:
             return bool(swapped)
         victim = self.memory.choose_victim(self._candidates(younger), lack.frames)
         if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
-            self.sequences.recompute(younger[-1])
+            for sequence in self._with_beams([younger[-1]]):
+                self.sequences.recompute(sequence)
             return True
-        victims = [self._rows.at(row) for row in victim.rows.tolist()]
+        victims = self._with_beams([self._rows.at(row) for row in victim.rows.tolist()])
         if victim.action is not Action.SWAP or not self._swaps_work or not self.sequences.swap_out(victims):
             for sequence in victims:
                 self.sequences.recompute(sequence)
@@ -365,6 +469,12 @@ class Scheduler:
         )
         chosen = [other for other, tier in zip(younger, tiers, strict=True) if tier == best]
         return chosen if best else [other for other in chosen if other.tenant == sequence.tenant]
+
+    def _with_beams(self, victims: list[Sequence]) -> list[Sequence]:
+        """And all that run of the searches whose beams are among them: none gets on without the others (rule 10)."""
+        groups = {id(victim.group): victim.group for victim in victims if victim.group is not None}
+        beams = [beam for group in groups.values() for beam in group.beams if beam.state is State.RUNNING]
+        return [victim for victim in victims if victim.group is None] + beams
 
     def _candidates(self, sequences: list[Sequence]) -> Candidates:
         """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
@@ -409,6 +519,8 @@ class Scheduler:
     @property
     def _headroom(self) -> int:
         """Frames that are left free for those that run when another one comes (rule 4)."""
+        if self._beams.groups and not self._submitted and not self._rows.remaining.any():
+            return 0  # beams that stand still for somebody who is to come back
         return max(self.memory.reclaimer.watermarks.min, len(self.sequences.running))
 
     def _frames_of_decodes(self, rows: Int32Array) -> int:
@@ -468,42 +580,65 @@ class Scheduler:
         room = self._room_beside_prompts(decodes)
         passed_by = set(self._held)
         awaiting = 0
-        for sequence in self.sequences.waiting.in_order(MOST_ADMISSIONS, passed_by):
-            tenant = tenants.id(sequence.tenant)
+        for sequence in self.sequences.waiting.in_order(LOOKED_AT, passed_by):
+            tenant, family = tenants.id(sequence.tenant), sequence.family
             free = room.pool_for(tenant)
-            if budget <= 0 or not self._has_place or sequence.in_flight or free <= sequence.blocked_at:
-                break  # rule 3; or no more is free than when it did not fit
+            if budget <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
+                break  # rule 3
+            if family is not None and family.is_computing(sequence, self._rows, self.memory.tables.lengths):
+                continue  # rule 9
+            if not self._has_place_for(sequence) or (family is None and free <= sequence.blocked_at):
+                break  # no more is free than when it did not fit
             left = self._left_to(sequence.tenant, room) if room.is_limited else free
-            if left <= sequence.held_at:
+            if family is None and left <= sequence.held_at:
                 passed_by.add(sequence.tenant)
                 continue  # rule 7
-            match = self._look_up(sequence)
-            if match is not None and self._should_await(sequence, match):
+            beginning = self._beginning(sequence, min(free, left))
+            if beginning is None:
                 awaiting += 1
                 if awaiting == LOOK_AHEAD:
                     break
                 continue  # rule 5
-            count = len(sequence.tokens)
-            match, frames = self._what_fits(match, count, min(free, left))
-            if room.is_limited and frames > left:
+            if room.is_limited and beginning.frames > left:
                 sequence.held_at = left
                 passed_by.add(sequence.tenant)
                 continue
-            if self.sequences.running and frames + self._headroom > free:
+            if self.sequences.running and beginning.frames + self._headroom > free:
                 sequence.blocked_at = free
                 break
             try:
-                self.sequences.enter(sequence, match, now)
+                if beginning.relative is not None:
+                    self.sequences.fork(sequence, beginning.relative, beginning.length, now)
+                else:
+                    self.sequences.enter(sequence, beginning.match, now)
             except OverCommit:  # strict mode: its whole length cannot be promised beside those of the others
                 sequence.blocked_at = free
                 break
-            room.take(tenant, frames)
+            room.take(tenant, beginning.frames)
             if sequence.state is not State.RUNNING:
                 passed_by.add(sequence.tenant)
                 continue  # some of its pages are in swap: it runs when they are back
-            chunks.append((sequence, min(count - sequence.cached_of_row, budget)))
+            chunks.append((sequence, min(len(sequence.tokens) - sequence.cached_of_row, budget)))
             budget -= chunks[-1][1]
         return chunks
+
+    def _beginning(self, sequence: Sequence, free: int) -> _Beginning | None:
+        """What it would begin with, if so many frames are free; None if it waits for what others just compute."""
+        tables, count = self.memory.tables, len(sequence.tokens)
+        family, relative, length = sequence.family, None, -1
+        if family is not None and family.with_row and not sequence.is_scoring:
+            nearest = family.nearest(sequence, self._rows, tables.lengths)
+            if nearest is None:
+                return None
+            relative, length = nearest
+        match = self._look_up(sequence) if length < count - 1 else None
+        if relative is not None and (match is None or match.cached_tokens <= length):
+            frames = pages_for(count, tables.page_size) - length // tables.page_size
+            return _Beginning(frames, relative=relative, length=length)
+        if match is not None and self._should_await(sequence, match):
+            return None
+        match, frames = self._what_fits(match, count, free)
+        return _Beginning(frames, match)
 
     def _tenants_in_swap(self) -> set[str]:
         return {sequence.tenant for sequence in self.sequences.swapped.values()}
@@ -577,11 +712,15 @@ class Scheduler:
             return None
         if sequence.chain is None:
             sequence.chain = self.memory.chain(sequence.tokens, Namespace(salt=sequence.cache_salt), sequence.tenant)
-        return self.memory.lookup(sequence.chain)
+        match = self.memory.lookup(sequence.chain)
+        return match.unread() if sequence.is_scoring else match
 
     def _should_await(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether another Sequence is just computing what this one needs next (rule 5)."""
         if match.awaited is None or sequence.awaited_steps >= AWAIT_STEPS:
+            return False
+        writer = self._rows.sequences[match.awaited.writer.row]
+        if writer is None or writer.state is not State.RUNNING:  # it may be in swap for long
             return False
         sequence.awaited_steps += 1
         return self.memory.is_being_written(match.awaited)
@@ -599,7 +738,8 @@ class Scheduler:
             token_ids.append(state.tokens[row, start : start + count])
         remaining = state.remaining[rows]
         samples = counts == remaining
-        state.remaining[rows] = remaining - counts + samples
+        has_beams = bool(self._beams.groups and state.is_beam[rows].any())
+        state.remaining[rows] = remaining - counts + (samples & ~state.is_beam[rows] if has_beams else samples)
         entered, self.sequences.entered = self.sequences.entered, []
         settings = None
         if entered:
@@ -612,6 +752,7 @@ class Scheduler:
             )
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
+        scored, scored_chunks = scored_tokens(chunks, len(decodes), starts, query_starts)
         self._step += 1
         plan = StepPlan(
             step=self._step,
@@ -623,62 +764,25 @@ class Scheduler:
             token_ids=np.concatenate(token_ids),
             samples=samples,
             decodes=len(decodes),
-            groups=self._groups(decodes, starts[: len(decodes)]) if self.settings.finds_shared_prefixes else None,
+            groups=self._groups.of(decodes, starts[: len(decodes)]) if self._groups is not None else None,
+            scored=scored,
         )
         epochs = state.epoch[rows]
-        self._steady = None if chunks or not len(rows) else self._steady_from(plan, epochs)
-        self._submitted.append(_Submitted(plan, epochs, None))
+        is_steady = not chunks and len(rows) > 0 and not has_beams
+        self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
+        asking = np.flatnonzero(samples & (state.logprobs[rows] >= 0))
+        self._submitted.append(_Submitted(plan, epochs, None, asking, scored_chunks))
         return plan
-
-    def _groups(self, decodes: Int32Array, lengths: Int32Array) -> SharedPrefixes | None:
-        """Who of the decodes begins with the same frames: the same object while they are the same rows.
-
-        Looked up when one joins; when some leave, the groups of the others stay.
-        """
-        last, epochs = self._grouped, self._rows.epoch[decodes]
-        if last is not None and np.array_equal(last.rows, decodes) and np.array_equal(last.epochs, epochs):
-            return last.groups
-        places = np.empty(0, np.int32)
-        if last is not None:
-            place_of = np.full(len(self._rows.epoch), -1, np.int32)
-            place_of[decodes] = np.arange(len(decodes))
-            places = np.where(self._rows.epoch[last.rows] == last.epochs, place_of[last.rows], np.int32(-1))
-        if last is None or np.count_nonzero(places >= 0) < len(decodes):
-            groups = self.memory.shared_prefixes(decodes, lengths)
-        else:
-            groups = None if last.groups is None else last.groups.moved(places)
-        self._grouped = _Grouped(decodes, epochs, groups)
-        return groups
 
     def _history(self, sequence: Sequence) -> Int32Array:
         """All its tokens, if its sampling parameters look back at them."""
         row = row_of(sequence)
         return self._rows.tokens[row, : self._rows.known[row] if sequence.sampling.needs_history else 0].copy()
 
-    def _steady_from(self, plan: StepPlan, epochs: Int64Array) -> _Steady:
-        """What the next steps will share with a plan in which all rows decode."""
-        state, rows = self._rows, plan.rows
-        starts = plan.starts + 1
-        width = max(len(self._rows.at(row).end_ids) for row in rows.tolist())
-        return _Steady(
-            changes=self.sequences.changes,
-            rows=rows,
-            ones=np.ones(len(rows), np.int32),
-            starts=starts,
-            steps=int((state.limit[rows] - starts).min()) - 1,
-            plan=replace(plan, token_ids=np.full(len(rows), FED_BACK, np.int32)),
-            epochs=epochs,
-            front_ends=state.front_end[rows],
-            sequence_ids=state.sequence_id[rows],
-            end_ids=state.end_ids[rows, :width],
-            has_end_ids=width > 0,
-        )
-
     def _commit_bereft(
         self, committed: Committed, submitted: _Submitted, result: StepResult, places: Int64Array, now: float
-    ) -> Committed:
+    ) -> None:
         """Add the tokens of Sequences that were preempted while this step was on its way; other tokens are junk."""
-        found: list[tuple[Sequence, int]] = []
         for place in places.tolist():
             sequence = self.sequences.claim(int(submitted.plan.rows[place]), int(submitted.epochs[place]))
             if sequence is None:
@@ -686,17 +790,14 @@ class Scheduler:
             if result.failed[place]:
                 committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
                 continue
-            token = int(result.tokens[place])
-            found.append((sequence, token))
+            token, scores = int(result.tokens[place]), None
+            if sequence.sampling.logprobs >= 0:
+                assert result.logprobs is not None
+                found = result.logprobs.take(np.searchsorted(submitted.asking, [place]))
+                scores = scores_of(found, [sequence.sampling.logprobs])[0]
+            committed.add(sequence, [token], scores)
             if reason := self.sequences.give(sequence, token, now):
                 committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
-        return Committed(
-            np.append(committed.front_ends, np.array([s.front_end for s, _ in found], np.int32)),
-            np.append(committed.sequence_ids, np.array([s.sequence_id for s, _ in found], np.int64)),
-            np.append(committed.tokens, np.array([token for _, token in found], np.int32)),
-            np.append(committed.gaps_s, np.full(len(found), np.nan)),
-            committed.ended,
-        )
 
 
 def _rows_and_counts(decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> tuple[Int32Array, Int32Array]:

@@ -17,90 +17,22 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from service.errors import BadRequest, NotImplementedYet, quoted
+from service.messages import ChatMessage
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 64
+MAX_BEAMS = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024  # held back text is bounded by the longest stop
 MAX_STOP_TOKEN_IDS = 128  # the engine compares every sampled token with them, each step
+MAX_BIASES = 1024
+MAX_BIAS = 100.0  # larger ones are taken as this
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 128
+MAX_LENGTH_PENALTY = 10.0  # a length to this power is still a number
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 128
 SEEDS = range(-(2**63), 2**63)
-
-
-# ---------------------------------------------------------------- messages of a chat
-
-
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The only kind of content part that a text model can read."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant called. `arguments` is JSON in a string."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call of an earlier assistant turn."""
-
-    id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn. Clients send answers back as they got them, hence the fields that may only be null."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | msgspec.UnsetType | None = msgspec.UNSET
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        """The message as chat templates expect it: content is text, arguments are an object. Raises BadRequest."""
-        if self.content is msgspec.UNSET and not (self.role == "assistant" and self.tool_calls):
-            raise BadRequest(f"content is missing - at `{path}`", param="messages")
-        if isinstance(self.content, list):
-            content = "".join(part.text for part in self.content)
-        else:
-            content = self.content or ""
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.role == "tool":
-            if self.tool_call_id is None:
-                raise BadRequest(f"a message of role tool needs tool_call_id - at `{path}`", param="messages")
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            if self.role != "assistant":
-                raise BadRequest(f"only an assistant has tool_calls - at `{path}`", param="messages")
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-                for call, arguments in zip(self.tool_calls, self._arguments(path), strict=True)
-            ]
-        return message
-
-    def _arguments(self, path: str) -> list[dict[str, Any]]:
-        parsed = []
-        for i, call in enumerate(self.tool_calls or []):
-            try:
-                parsed.append(msgspec.json.decode(call.function.arguments, type=dict[str, Any]))
-            except (msgspec.MsgspecError, RecursionError, UnicodeError):
-                where = f"{path}.tool_calls[{i}].function.arguments"
-                raise BadRequest(
-                    f"arguments must be a JSON object in a string - at `{where}`", param="messages"
-                ) from None
-        return parsed
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,85 +64,80 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat share."""
 
-    # in use
+    # in use: how many and how long
     n: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    timeout_s: float | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    # in use: how tokens are drawn (docs/sampling.md)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    # in use: where it ends
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+
+    # in use: the answer
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
-    return_token_ids: bool | None = None
+
+    # in use: the page cache
     prefix_cache: bool | None = None
     cache_salt: str | None = None
     return_cache_info: bool | None = None
 
     # unused
-    store: Any = None
-    metadata: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    verbosity: Any = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
 
     # not yet
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    typical_p: float | None = None
-    use_beam_search: bool | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    timeout_s: float | None = None
-    spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
-    return_tokens_as_token_ids: bool | None = None
-    echo: bool | None = None
 
-    NEUTRAL = {
-        "min_p": (0.0,),
-        "presence_penalty": (0.0,),
-        "frequency_penalty": (0.0,),
-        "repetition_penalty": (1.0,),
-        "min_tokens": (0,),
-        "logit_bias": (),
-        "allowed_token_ids": (),
-        "bad_words": (),
-        "typical_p": (1.0,),
-        "use_beam_search": (False,),
-        "beam_width": (),
-        "length_penalty": (1.0,),
-        "early_stopping": (False,),
-        "timeout_s": (),
-        "spaces_between_special_tokens": (True,),
-        "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
-        "truncation_side": ("left",),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-        "priority": (0,),
-        "return_tokens_as_token_ids": (False,),
-        "echo": (False,),
-    }
+    NEUTRAL = {"response_format": ({"type": "text"},), "structured_outputs": (), "priority": (0,)}
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def beams(self) -> int | None:
+        """How many beams are searched, or None without beam search: as many as there are choices, but 2 at least."""
+        if not self.use_beam_search:
+            return None
+        return max(2, self.choices_per_prompt) if self.beam_width is None else self.beam_width
 
     @property
     def stops(self) -> list[str]:
@@ -222,49 +149,64 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         """How long the client asked the output to be, or None."""
         return self.max_tokens
 
+    @property
+    def top_choices(self) -> int | None:
+        """How many of the likeliest tokens are reported beside each token of the output; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the answer shows the prompt's tokens with their log-probabilities, as if they were output."""
+        return False
+
+    def check_logprobs(self, limit: int) -> None:
+        """`limit`: the likeliest tokens that a client may ask for at each place. Raises BadRequest."""
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= limit:
+            hint = " All of the vocabulary is never reported." if self.prompt_logprobs == -1 else ""
+            message = f"prompt_logprobs must be 0 to {limit}, got {quoted(self.prompt_logprobs)}.{hint}"
+            raise BadRequest(message, param="prompt_logprobs")
+
     def check(self) -> None:
         super().check()
-        self._check_choices()
-        self._check_sampling()
-        self._check_stops()
-        _check_range("max_tokens", self.max_tokens, 1, None, "at least 1")
+        _check_range("n", self.n, 1, MAX_CHOICES, f"1 to {MAX_CHOICES}")
+        self._check_lengths()
+        _check_sampling(self)
+        _check_token_lists(self)
+        _check_beams(self)
+        _check_stops(self)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+        if self.spaces_between_special_tokens is False:
+            message = "spaces_between_special_tokens can only be true."
+            raise BadRequest(message, param="spaces_between_special_tokens")
         if self.request_id is not None:
             check_request_id(self.request_id)
         if self.cache_salt is not None and not CACHE_SALT.fullmatch(self.cache_salt):
             message = f"cache_salt must be 1 to {MAX_SALT_CHARACTERS} characters, none of them @, /, \\ or NUL."
             raise BadRequest(message, param="cache_salt")
 
-    def _check_choices(self) -> None:
-        _check_range("n", self.n, 1, MAX_CHOICES, f"1 to {MAX_CHOICES}")
-        if self.n is not None and self.n > 1:
-            raise NotImplementedYet(f"n above 1 is not served by this version, got {self.n}.", param="n")
+    @property
+    def _least_tokens(self) -> int:
+        return 1
 
-    def _check_sampling(self) -> None:
-        _check_range("temperature", self.temperature, 0, 2, "in [0, 2]")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise BadRequest(f"top_p must be in (0, 1], got {quoted(self.top_p)}.", param="top_p")
-        _check_range("top_k", self.top_k, -1, None, "at least -1 (0 and -1 are off)")
-        if self.seed is not None and self.seed not in SEEDS:
-            raise BadRequest(f"seed must fit into 64 bits with its sign, got {quoted(self.seed)}.", param="seed")
-
-    def _check_stops(self) -> None:
-        if len(self.stops) > MAX_STOPS:
-            raise BadRequest(f"stop may have at most {MAX_STOPS} items, got {len(self.stops)}.", param="stop")
-        for i, stop in enumerate(self.stops):
-            path = "$.stop" if isinstance(self.stop, str) else f"$.stop[{i}]"
-            if not stop:
-                raise BadRequest(f"a stop string must not be empty - at `{path}`", param="stop")
-            if len(stop) > MAX_STOP_CHARACTERS:
-                message = (
-                    f"a stop string may have at most {MAX_STOP_CHARACTERS} characters, got {len(stop)} - at `{path}`"
-                )
-                raise BadRequest(message, param="stop")
-        count = len(self.stop_token_ids or [])
-        if count > MAX_STOP_TOKEN_IDS:
-            message = f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} items, got {count}."
-            raise BadRequest(message, param="stop_token_ids")
+    def _check_lengths(self) -> None:
+        _check_range("max_tokens", self.max_tokens, self._least_tokens, None, f"at least {self._least_tokens}")
+        _check_range("min_tokens", self.min_tokens, 0, None, "at least 0")
+        if self.min_tokens is not None and self.asked_tokens is not None and self.min_tokens > self.asked_tokens:
+            message = (
+                f"min_tokens must be at most max_tokens, {quoted(self.asked_tokens)}, got {quoted(self.min_tokens)}."
+            )
+            raise BadRequest(message, param="min_tokens")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise BadRequest(f"timeout_s must be above 0, got {quoted(self.timeout_s)}.", param="timeout_s")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1 and cut < 1:
+            message = f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {quoted(cut)}."
+            raise BadRequest(message, param="truncate_prompt_tokens")
+        if cut is None and self.truncation_side == "right":
+            raise BadRequest("truncation_side needs truncate_prompt_tokens.", param="truncation_side")
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,13 +217,35 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
         None  # a union may hold one array type: `prompts` checks the rest
     )
     add_special_tokens: bool | None = None
-
-    # not yet
     logprobs: int | None = None
     best_of: int | None = None
+
+    # not yet
     suffix: str | None = None
 
-    NEUTRAL = {**GenerationBody.NEUTRAL, "logprobs": (), "best_of": (1,), "suffix": ()}
+    NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ()}
+
+    @property
+    def top_choices(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scores_echo(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def _least_tokens(self) -> int:
+        return 0 if self.echo else 1
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            message = f"best_of must be n, {self.choices_per_prompt}, got {quoted(self.best_of)}."
+            raise BadRequest(message, param="best_of")
+
+    def check_logprobs(self, limit: int) -> None:
+        super().check_logprobs(limit)
+        _check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
 
     def prompts(self) -> list[tuple[str, str | list[int]]]:
         """(path, prompt) of each: all texts or all token ids, none empty; ids are not checked against a vocabulary."""
@@ -319,28 +283,24 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    # not yet
+    add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    # not yet
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
-    add_special_tokens: bool | None = None
-    reasoning_effort: str | None = None
     include_reasoning: bool | None = None
 
     NEUTRAL = {
         **GenerationBody.NEUTRAL,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": (),
         "tool_choice": ("none", "auto"),  # without tools both mean none
         "parallel_tool_calls": (True,),
         "chat_template": (),
-        "add_special_tokens": (False,),
-        "reasoning_effort": (),
         "include_reasoning": (True,),
     }
 
@@ -348,10 +308,22 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def top_choices(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def check(self) -> None:
         super().check()
         _check_range("max_completion_tokens", self.max_completion_tokens, 1, None, "at least 1")
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if self.echo and not self.continue_final_message:
+            raise BadRequest("echo needs continue_final_message: true.", param="echo")
         check_chat(self)
+
+    def check_logprobs(self, limit: int) -> None:
+        super().check_logprobs(limit)
+        _check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -436,3 +408,102 @@ def check_request_id(request_id: str) -> None:
 def _check_range(name: str, value: float | None, low: float, high: float | None, words: str) -> None:
     if value is not None and (value < low or (high is not None and value > high)):
         raise BadRequest(f"{name} must be {words}, got {quoted(value)}.", param=name)
+
+
+def _check_share(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value <= 1:
+        raise BadRequest(f"{name} must be in (0, 1], got {quoted(value)}.", param=name)
+
+
+def _check_sampling(body: GenerationBody) -> None:
+    _check_range("temperature", body.temperature, 0, 2, "in [0, 2]")
+    _check_share("top_p", body.top_p)
+    _check_range("top_k", body.top_k, -1, None, "at least -1 (0 and -1 are off)")
+    _check_range("min_p", body.min_p, 0, 1, "in [0, 1]")
+    _check_share("typical_p", body.typical_p)
+    _check_range("presence_penalty", body.presence_penalty, -2, 2, "in [-2, 2]")
+    _check_range("frequency_penalty", body.frequency_penalty, -2, 2, "in [-2, 2]")
+    if body.repetition_penalty is not None and body.repetition_penalty <= 0:
+        message = f"repetition_penalty must be above 0, got {quoted(body.repetition_penalty)}."
+        raise BadRequest(message, param="repetition_penalty")
+    if body.seed is not None and body.seed not in SEEDS:
+        raise BadRequest(f"seed must fit into 64 bits with its sign, got {quoted(body.seed)}.", param="seed")
+
+
+def _check_token_lists(body: GenerationBody) -> None:
+    """Counts and sizes; ids are compared with the vocabulary later."""
+    if body.logit_bias is not None and len(body.logit_bias) > MAX_BIASES:
+        message = f"logit_bias may have at most {MAX_BIASES} entries, got {len(body.logit_bias)}."
+        raise BadRequest(message, param="logit_bias")
+    if body.allowed_token_ids is not None and not body.allowed_token_ids:
+        raise BadRequest("allowed_token_ids must not be empty: nothing could be sampled.", param="allowed_token_ids")
+    words = body.bad_words or []
+    if len(words) > MAX_BAD_WORDS:
+        raise BadRequest(f"bad_words may have at most {MAX_BAD_WORDS} items, got {len(words)}.", param="bad_words")
+    for i, word in enumerate(words):
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
+            message = f"a bad word must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
+            raise BadRequest(f"{message} - at `$.bad_words[{i}]`", param="bad_words")
+
+
+_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"beam_width": (), "length_penalty": (1.0,), "early_stopping": (False,)}
+"""Fields that mean something with beam search only -> values that change nothing without it."""
+
+_NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "min_tokens": (0,),
+    "seed": (),
+    "prompt_logprobs": (),
+}
+"""Fields that beam search has no use for -> values that it can take, since they say what it does anyway."""
+
+
+def _check_beams(body: GenerationBody) -> None:
+    if not body.use_beam_search:
+        for name, neutral in _BEAM_FIELDS.items():
+            value = getattr(body, name)
+            if value is not None and value not in neutral:
+                raise BadRequest(f"{name} needs use_beam_search: true.", param=name)
+        return
+    _check_range("beam_width", body.beam_width, 2, MAX_BEAMS, f"2 to {MAX_BEAMS}")
+    _check_range(
+        "length_penalty", body.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
+        f"in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]",
+    )  # fmt: skip
+    beams = MAX_BEAMS if body.beam_width is None else body.beam_width
+    if body.choices_per_prompt > beams:
+        message = f"n must be at most the number of beams, {beams}, got {body.choices_per_prompt}."
+        raise BadRequest(message, param="n")
+    for name, taken in _NOT_WITH_BEAMS.items():
+        value = getattr(body, name)
+        if value is not None and value not in taken:
+            raise BadRequest(f"{name} cannot be used with use_beam_search.", param=name)
+    if body.top_choices is not None:
+        raise BadRequest("logprobs cannot be used with use_beam_search.", param="logprobs")
+
+
+def _check_stops(body: GenerationBody) -> None:
+    if len(body.stops) > MAX_STOPS:
+        raise BadRequest(f"stop may have at most {MAX_STOPS} items, got {len(body.stops)}.", param="stop")
+    for i, stop in enumerate(body.stops):
+        path = "$.stop" if isinstance(body.stop, str) else f"$.stop[{i}]"
+        if not stop:
+            raise BadRequest(f"a stop string must not be empty - at `{path}`", param="stop")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            message = f"a stop string may have at most {MAX_STOP_CHARACTERS} characters, got {len(stop)} - at `{path}`"
+            raise BadRequest(message, param="stop")
+    count = len(body.stop_token_ids or [])
+    if count > MAX_STOP_TOKEN_IDS:
+        message = f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} items, got {count}."
+        raise BadRequest(message, param="stop_token_ids")

@@ -1,16 +1,18 @@
 """Every Sequence that has not ended, and how one moves between its states. Each transition is a method.
 
-WAITING ──enter──▶ RUNNING ◀──return_from_swap── SWAPPED
-   ▲                │   │                          ▲
-   └───recompute────┴───┴─────────swap_out─────────┘          any ──end──▶ ENDED
+WAITING ──enter, fork──▶ RUNNING ◀──return_from_swap── SWAPPED
+   ▲                      │   │                          ▲
+   └──────recompute───────┴───┴─────────swap_out─────────┘          any ──end, drop──▶ ENDED
 
 WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits at the head
 RUNNING    has a row and frames
 SWAPPED    has a row, which no step runs; its pages are in swap, on their way there, or on their way back
+CHOICE     stands for a result of a beam search: it holds nothing, and the beams are Sequences beside it (beams.py)
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +44,15 @@ class Sequences:
         self.memory.tenants.id(sequence.tenant)  # has a number, and so a place in every Room, from now on
         self.waiting.append(sequence)
 
+    def put_first(self, sequences: list[Sequence]) -> bool:
+        """Those of them that wait go to the head of the queue. False if they were there, or none waits."""
+        waiting = [sequence for sequence in sequences if sequence.state is State.WAITING]
+        before = list(self.waiting.in_order(len(waiting)))
+        for sequence in reversed(waiting):
+            self.waiting.remove(sequence)
+            self.waiting.put_first(sequence)
+        return {sequence.key for sequence in before} != {sequence.key for sequence in waiting}
+
     def find(self, key: Key) -> Sequence | None:
         return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key)
 
@@ -64,28 +75,55 @@ class Sequences:
 
         Raises OverCommit, and then nothing has changed.
         """
-        limit = sequence.limit
-        is_back = sequence.admitted_s is not None
+        limit, extra_pages = sequence.limit, 0
+        if sequence.group is not None:  # the first of the beams answers for all
+            is_first = not sequence.group.family.with_row
+            limit, extra_pages = (limit, sequence.group.extra_pages(self.memory.page_size)) if is_first else (0, 0)
         space = self.memory.create(
-            sequence.request_id, tenant=sequence.tenant, match=match, max_tokens=limit, is_back=is_back
+            sequence.request_id,
+            tenant=sequence.tenant,
+            match=match,
+            max_tokens=limit,
+            extra_pages=extra_pages,
+            is_back=sequence.admitted_s is not None,
         )
         self.waiting.remove(sequence)
-        sequence.space = space
-        sequence.chain = None  # a preempted one has more tokens when it returns
-        sequence.blocked_at = sequence.held_at = -1
-        sequence.cached_of_row = space.length
-        self._arrivals += 1
-        self.rows.enter(space.row, sequence, self._arrivals, sequence.cached_of_row)
-        self._start_running(sequence)
-        self.entered.append(sequence)
         if sequence.admitted_s is None:
             sequence.admitted_s = now
-            sequence.cached_tokens = sequence.cached_of_row
+            sequence.cached_tokens = space.length
             miss = Miss(MissReason.DISABLED, 0) if match is None else match.miss
             sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s)
+        self._take_row(sequence, space)
         if not space.is_resident:
             self._stop_running(sequence)
             self.bring_in(sequence)
+
+    def fork(self, sequence: Sequence, relative: Sequence, length: int, now: float) -> None:
+        """WAITING -> RUNNING, with the first `length` tokens of a running relative, which it has in common.
+
+        Raises OverCommit, and then nothing has changed.
+        """
+        space = self._fork_space(relative, length, promises=sequence.group is None)
+        self.waiting.remove(sequence)
+        if sequence.admitted_s is None:
+            sequence.admitted_s = now
+        self._take_row(sequence, space)
+
+    def split(self, beam: Sequence, sequence_id: int) -> Sequence:
+        """One more beam, RUNNING, with all tokens and pages of `beam`, which runs and has computed all its tokens."""
+        row = row_of(beam)
+        known = int(self.rows.known[row])
+        child = replace(beam, sequence_id=sequence_id, tokens=self.rows.tokens[row, :known])
+        self._take_row(child, self._fork_space(beam, known, promises=False))
+        return child
+
+    def choose(self, beam: Sequence, token: int) -> None:
+        """The next token of a running beam."""
+        self.rows.append(row_of(beam), token)
+        beam.candidates = None
+        self.changes += 1
+        if beam.sampling.needs_history and beam not in self.entered:
+            self.entered.append(beam)  # the executor has noted the token that it sampled itself
 
     def recompute(self, sequence: Sequence) -> None:
         """RUNNING or SWAPPED -> WAITING, at the head of the queue: its tokens are computed again, if not cached."""
@@ -134,13 +172,10 @@ class Sequences:
         message: str = "",
         end_token: int = -1,
         output: int | None = None,
+        beam_score: float | None = None,
     ) -> Ended:
         """-> ENDED: release all that it holds, at once. Its frames may be reused by later steps, which run later."""
-        if sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
-        else:
-            self._leave(sequence)
-        sequence.state = State.ENDED
+        self.drop(sequence)
         admitted, first = sequence.admitted_s, sequence.first_token_s
         return Ended(
             sequence_id=sequence.sequence_id,
@@ -153,7 +188,16 @@ class Sequences:
             preemptions=sequence.preemptions,
             queue_s=(now if admitted is None else admitted) - sequence.submitted_s,
             ttft_s=(now if first is None else first) - sequence.submitted_s,
+            beam_score=beam_score,
         )
+
+    def drop(self, sequence: Sequence) -> None:
+        """The same, where nobody is told: of a beam that was pruned."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is not State.CHOICE:
+            self._leave(sequence)
+        sequence.state = State.ENDED
 
     # --- tokens that arrive after their Sequence was preempted
 
@@ -176,11 +220,40 @@ class Sequences:
 
     # --- inside
 
+    def _take_row(self, sequence: Sequence, space: AddressSpace) -> None:
+        """-> RUNNING in a new address space, which holds the beginning of its tokens."""
+        sequence.space = space
+        sequence.chain = None  # a preempted one has more tokens when it returns
+        sequence.blocked_at = sequence.held_at = -1
+        sequence.cached_of_row = space.length
+        self.rows.enter(space.row, sequence, self._arrival_of(sequence), space.length)
+        if sequence.family is not None:
+            sequence.family.with_row[sequence.key] = sequence
+        self._start_running(sequence)
+        self.entered.append(sequence)
+
+    def _arrival_of(self, sequence: Sequence) -> int:
+        """Later than all others, but as a beam's relatives: none of a search is older or younger than the rest."""
+        if sequence.group is not None and sequence.group.family.with_row:
+            return int(self.rows.arrival[row_of(next(iter(sequence.group.family.with_row.values())))])
+        self._arrivals += 1
+        return self._arrivals
+
+    def _fork_space(self, relative: Sequence, length: int, *, promises: bool) -> AddressSpace:
+        space, orders = self.memory.fork(space_of(relative), relative.request_id, length, promises=promises)
+        self.memory.tables.note(space.row, orders.table_changes.pages)  # the device learns of it at the next growth
+        return space
+
     def _leave(self, sequence: Sequence) -> None:
         """The row and all frames are free again."""
         self.rows.leave(row_of(sequence))
+        if sequence.family is not None:
+            del sequence.family.with_row[sequence.key]
+            if sequence.group is not None and sequence.family.with_row:  # what was promised to the search goes on
+                self.memory.pass_promise(space_of(sequence), space_of(next(iter(sequence.family.with_row.values()))))
         space_of(sequence).release()
         sequence.space = None
+        sequence.candidates = None  # of a beam: it has to compute its last token again
         if self.running.pop(sequence.key, None) is not None:
             self.running_by_tenant[sequence.tenant] -= 1
         self.swapped.pop(sequence.key, None)

@@ -93,6 +93,7 @@ class Server:
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
             unknown_fields=settings.unknown_fields,
+            max_logprobs=settings.max_logprobs,
             max_generating=_allow_many_sockets(),
         )
         self.front_end = FrontEnd(api, self.metrics, logs.log_request)
@@ -175,6 +176,7 @@ class Server:
                 temperature=1.0 if advice.temperature is None else advice.temperature,
                 top_k=advice.top_k or 0,
                 top_p=1.0 if advice.top_p is None else advice.top_p,
+                repetition_penalty=1.0 if advice.repetition_penalty is None else advice.repetition_penalty,
             ),
             tokenizer=loaded.tokenizer,
             client=assembly.client,

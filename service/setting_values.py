@@ -26,5 +26,5 @@ def parse_share(text: str) -> float:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ ", did you mean X?" for the end of an error message; empty where nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f", did you mean {close[0]}?" if close else ""

@@ -18,6 +18,7 @@ import tomli_w
 import yaml
 from msgspec import Meta
 
+from model.step_plan import MAX_LOGPROBS
 from service.setting_values import nearest, parse_share, parse_size
 from service.tenant_settings import TenantSettings, as_tables, read_tenants
 
@@ -196,6 +197,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unknown_fields: Annotated[
         Literal["refuse", "ignore"], About("HTTP", "what to do with a field in a request that the API does not know")
     ] = "refuse"
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=0, le=MAX_LOGPROBS),
+        About("HTTP", "likeliest tokens that a request may ask for at each place of its output or prompt", "N"),
+    ] = 20
     sse_keep_alive_s: Annotated[
         Seconds, About("HTTP", "a stream without news for this long gets a comment, for proxies' sake", "SECONDS")
     ] = msgspec.field(default=15.0, name="sse_keep_alive")

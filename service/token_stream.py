@@ -16,15 +16,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from service.engine_client import Ended
+from service.engine_client import Ended, Scores
 from service.errors import EngineDead
 
 
 class TokenChunk(NamedTuple):
-    """What a stream held when it was read: the tokens since the last read, and the end if that was it."""
+    """What a stream held when it was read: the tokens since the last read, and the end if that was it.
+
+    scores: one for each token, or none at all.
+    """
 
     tokens: list[int]
     ended: Ended | None
+    scores: list[Scores]
 
 
 class Inbox:
@@ -66,13 +70,33 @@ class TokenStream:
     how the Sequence ended, and knows an end token when it sees one.
     """
 
-    __slots__ = ("_cancel", "_ended", "_failure", "_inbox", "_is_listed", "_is_over", "_tokens")
+    __slots__ = (
+        "_cancel",
+        "_ended",
+        "_failure",
+        "_inbox",
+        "_is_listed",
+        "_is_over",
+        "_prompt_scores",
+        "_scores",
+        "_tokens",
+    )
 
-    def __init__(self, cancel: Callable[[], None] | None = None, inbox: Inbox | None = None) -> None:
-        """`cancel` is called once, by `close`, if the Sequence has not ended by then."""
+    def __init__(
+        self,
+        cancel: Callable[[], None] | None = None,
+        inbox: Inbox | None = None,
+        prompt_scores: list[Scores] | None = None,
+    ) -> None:
+        """`cancel` is called once, by `close`, if the Sequence has not ended by then.
+
+        prompt_scores: where those of the prompt go. All choices of a prompt show them, whichever is read first.
+        """
         self._cancel = cancel
         self._inbox = Inbox() if inbox is None else inbox
         self._tokens: list[int] = []
+        self._scores: list[Scores] = []
+        self._prompt_scores = prompt_scores
         self._ended: Ended | None = None
         self._failure: str | None = None
         self._is_listed = False  # in the inbox, not read yet
@@ -80,15 +104,22 @@ class TokenStream:
 
     # -- the engine's client
 
-    def put(self, tokens: int | list[int]) -> None:
-        """Add tokens. What arrives after the end or after `close` is dropped."""
+    def put(self, tokens: int | list[int], scores: Scores | None = None) -> None:
+        """Add tokens; a single one may have scores. What arrives after the end or after `close` is dropped."""
         if self._is_over:
             return
+        if scores is not None:
+            self._scores.append(scores)
         if isinstance(tokens, int):
             self._tokens.append(tokens)
         else:
             self._tokens.extend(tokens)
         self._report()
+
+    def put_prompt_scores(self, scores: list[Scores]) -> None:
+        """Scores of the prompt's next tokens: no news by themselves, since they come before the first token."""
+        if not self._is_over and self._prompt_scores is not None:
+            self._prompt_scores += scores
 
     def end(self, ended: Ended) -> None:
         """The Sequence ended. Dropped after `close`."""
@@ -117,12 +148,13 @@ class TokenStream:
         """Everything that waits. Raises EngineDead once the tokens before a failure have been taken."""
         self._is_listed = False
         tokens, self._tokens = self._tokens, []
+        scores, self._scores = self._scores, []
         if self._failure is not None:
             if not tokens:
                 raise EngineDead(self._failure)
             self._report()  # the failure is the next news
-            return TokenChunk(tokens, None)
-        return TokenChunk(tokens, self._ended)
+            return TokenChunk(tokens, None, scores)
+        return TokenChunk(tokens, self._ended, scores)
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         """Chunks until the end, for a stream with an inbox of its own. Raises EngineDead."""

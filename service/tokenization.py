@@ -1,4 +1,4 @@
-"""Text to token ids and back: encoding, chat prompts, incremental decoding, stop strings.
+"""Text to token ids and back: encoding, chat prompts, incremental decoding.
 
 Owns the `tokenizers` object of the model. Three promises:
 
@@ -11,11 +11,10 @@ Owns the `tokenizers` object of the model. Three promises:
 """
 
 import asyncio
-import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 import tokenizers
@@ -24,9 +23,15 @@ from tokenizers.decoders import DecodeStream
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
 from service.control_tokens import ControlTokens, strings_in
 from service.errors import BadRequest
+from service.token_bytes import TokenBytes
 
 OFF_LOOP_CHARACTERS = 8_192
 """Texts longer than this are encoded in a worker thread: about 2 ms of work, against 0.1 ms for the hand-over."""
+
+OFF_LOOP_TOKENS = 512
+"""The same for ids that are decoded one by one: about 4 us each."""
+
+_LINE_BREAK = "\n"
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,7 +41,7 @@ class TokenizerNotUsable(Exception):
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable after `load`, and safe to use from several threads."""
+    """The tokenizer of one model. Nothing of it changes after `load`, and several threads may use it."""
 
     def __init__(
         self,
@@ -54,7 +59,9 @@ class Tokenizer:
         self._named = {name: text for name in NAMED_TOKENS if (text := _content(config.get(name))) is not None}
         spec = msgspec.json.decode(backend.to_str())
         self._longest_token_bytes = _longest_token_bytes(spec)
+        self.token_bytes = TokenBytes(backend, spec)
         self._control = ControlTokens(backend, spec)
+        self._before, self._after = self._added_around()
         # One thread: two long prompts take turns, so a burst of them leaves a core for the engine.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -95,7 +102,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a plain text; control tokens written in it are taken as such. Raises BadRequest."""
-        return self._encode(self.backend, text, add_special_tokens=add_special_tokens)
+        return self._encode(self.backend, text, add_special_tokens=add_special_tokens, param="prompt")
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens that costs nothing, so that hopeless prompts are refused untokenized."""
@@ -118,8 +125,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a chat, exactly those that the template gives: no start token is added to them.
+        """Token ids of a chat, exactly those that the template gives, unless add_special_tokens puts more around them.
 
         kwargs: further variables for the template. Raises BadRequest: no template, the template's own refusal.
         """
@@ -143,9 +151,11 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables={**self._named, **given["kwargs"]},
         )
-        if mark is None:
-            return self.encode(text, add_special_tokens=False)
-        return self._encode(self._control.private, mark.to_private_names(text), add_special_tokens=False)
+        backend = self.backend
+        if mark is not None:
+            backend, text = self._control.private, mark.to_private_names(text)
+        ids = self._encode(backend, text, add_special_tokens=False, param="messages")
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     async def render_chat_async(
         self,
@@ -155,6 +165,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Like `render_chat`, off the event loop for long chats."""
 
@@ -165,6 +176,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 kwargs=kwargs,
+                add_special_tokens=add_special_tokens,
             )
 
         size = sum(map(len, strings_in([list(messages), tools, kwargs]))) + 64 * len(messages)
@@ -181,6 +193,51 @@ class Tokenizer:
         """Incremental decoding of one Sequence's output."""
         return Detokenizer(self.backend, skip=self._control.ids if skip_special_tokens else frozenset())
 
+    def pieces(self, ids: Sequence[int], *, skip_special_tokens: bool, is_encoded_text: bool) -> list[str]:
+        """What each id adds to the text of all of them, which is these pieces joined.
+
+        is_encoded_text: the ids are `encode`'s, with special tokens added; those have no text, whatever is skipped.
+        """
+        first, last = 0, len(ids)
+        if is_encoded_text:
+            first, last = len(self._before), last - len(self._after)
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        pieces = [detokenizer.push(token_id) for token_id in ids[first:last]]
+        if pieces:
+            pieces[-1] += detokenizer.flush()
+        return [""] * first + pieces + [""] * (len(ids) - last)
+
+    async def pieces_async(self, ids: Sequence[int], *, skip_special_tokens: bool, is_encoded_text: bool) -> list[str]:
+        """Like `pieces`, off the event loop for many ids."""
+
+        def cut() -> list[str]:
+            return self.pieces(ids, skip_special_tokens=skip_special_tokens, is_encoded_text=is_encoded_text)
+
+        if len(ids) <= OFF_LOOP_TOKENS:
+            return cut()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, cut)
+
+    def spellings(self, words: Sequence[str], *, param: str) -> list[list[int]]:
+        """The token sequences that write any of `words` inside of a text: straight on, and after a space.
+
+        Each is encoded behind a line break, because the first word of a text has a spelling of its own in some
+        tokenizers. A word's own leading spaces count as that one space. Raises BadRequest.
+        """
+        bare = [word.lstrip(" ") or word for word in words]
+        forms = dict.fromkeys(form for word in bare for form in (word, word if word[0] == " " else f" {word}"))
+        alone = self._encode_all(self.backend, [_LINE_BREAK], add_special_tokens=False, param=param)[0]
+        found: dict[tuple[int, ...], None] = {}
+        inside = self._encode_all(
+            self.backend, [_LINE_BREAK + form for form in forms], add_special_tokens=False, param=param
+        )
+        for form, ids in zip(forms, inside, strict=True):
+            own = ids[len(alone) :]
+            if ids[: len(alone)] != alone or not own:  # the line break is part of a longer token
+                own = self._encode(self.backend, form, add_special_tokens=False, param=param)
+            if own:
+                found[tuple(own)] = None
+        return [list(ids) for ids in found]
+
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's own spelling of each id ("Ġthe"), empty for ids without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
@@ -195,22 +252,36 @@ class Tokenizer:
             "chat_template": None if self.template is None else self.template.source,
         }
 
-    def _encode(self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        return self._encode_all(backend, [text], add_special_tokens=add_special_tokens, param=param)[0]
+
+    def _encode_all(
+        self, backend: tokenizers.Tokenizer, texts: list[str], *, add_special_tokens: bool, param: str
+    ) -> list[list[int]]:
+        """`param`: the field that the texts came in. Raises BadRequest."""
         try:
-            # A batch of one: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
-            encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            # A batch: unlike `encode`, it lets go of the GIL, and it skips the offsets that nobody reads.
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+            surrogate = next((character for character in "".join(texts) if "\ud800" <= character <= "\udfff"), None)
             if surrogate is None:
                 raise
             message = f"The text holds a lone surrogate (U+{ord(surrogate):04X}), which is no character."
-            raise BadRequest(message) from None
-        ids: list[int] = encoding.ids
-        if self._embedded < self.vocabulary and max(ids, default=0) >= self._embedded:
+            raise BadRequest(message, param=param) from None
+        lists: list[list[int]] = [encoding.ids for encoding in encodings]
+        if self._embedded < self.vocabulary:
             # Tokens that somebody added to a tokenizer and not to the model (a padding token, often).
-            unknown = next(token_id for token_id in ids if token_id >= self._embedded)
-            raise BadRequest(f"The text holds {self.backend.id_to_token(unknown)!r}, which the model does not know.")
-        return ids
+            unknown = next((token_id for ids in lists for token_id in ids if token_id >= self._embedded), None)
+            if unknown is not None:
+                name = self.backend.id_to_token(unknown)
+                raise BadRequest(f"The text holds {name!r}, which the model does not know.", param=param)
+        return lists
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that `encode` puts before and behind a text when it is asked to."""
+        plain, whole = (self.backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        at = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
 
     def close(self) -> None:
         """Let the worker thread end. Idempotent."""
@@ -279,95 +350,6 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
-
-
-class StopResult(NamedTuple):
-    """What may be sent on, whether a stop string was found in it, and which."""
-
-    text: str
-    stopped: bool
-    which: str | None
-
-
-class StopMatcher:
-    """Finds the first of several stop strings in text that comes in pieces, and holds back what may become one.
-
-    The stop that is complete first in the text wins; of several that are complete at the same character, the longest.
-    Generation ends there, so what a stop string could have become with more text never matters, and the result does not
-    depend on where the pieces end. An Aho-Corasick automaton: each character is looked at once, however many stops.
-    """
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        assert all(stops), "an empty stop string is refused before"
-        self._include = include
-        self._held = ""  # the longest end of the text so far that begins a stop
-        self._found: str | None = None
-        self._state = 0
-        self._next: list[dict[str, int]] = [{}]  # per state: character -> state
-        self._depth = [0]  # per state: characters of a stop that it stands for
-        self._stop: list[str | None] = [None]  # per state: the longest stop that ends there
-        self._shorter = [0]  # per state: the state of its longest proper suffix
-        for stop in stops:
-            self._add(stop)
-        self._link()
-        self._begins = re.compile("[" + "".join(map(re.escape, sorted(self._next[0]))) + "]") if stops else None
-
-    def push(self, text: str) -> StopResult:
-        """Take the next piece. After a stop was found, nothing more is given."""
-        if self._begins is None:
-            return StopResult(text, stopped=False, which=None)
-        if self._found is not None:
-            return StopResult("", stopped=True, which=self._found)
-        state, at, end = self._state, 0, len(text)
-        while at < end:
-            if state == 0:  # skip to where a stop can begin
-                begin = self._begins.search(text, at)
-                if begin is None:
-                    break
-                at = begin.start()
-            character = text[at]
-            at += 1
-            while state and character not in self._next[state]:
-                state = self._shorter[state]
-            state = self._next[state].get(character, 0)
-            stop = self._stop[state]
-            if stop is not None:
-                whole = self._held + text[:at]
-                self._found, self._held = stop, ""
-                return StopResult(whole if self._include else whole[: -len(stop)], stopped=True, which=stop)
-        self._state = state
-        whole = self._held + text
-        sendable = len(whole) - self._depth[state]
-        self._held = whole[sendable:]
-        return StopResult(whole[:sendable], stopped=False, which=None)
-
-    def flush(self) -> str:
-        """What was held back: the output ended without a stop."""
-        held, self._held, self._state = self._held, "", 0
-        return held
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for character in stop:
-            if character not in self._next[state]:
-                self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._stop.append(None)
-                self._shorter.append(0)
-            state = self._next[state][character]
-        self._stop[state] = stop
-
-    def _link(self) -> None:
-        queue = list(self._next[0].values())  # breadth first: suffixes are shorter, so they are linked before
-        for state in queue:
-            for character, child in self._next[state].items():
-                suffix = self._shorter[state]
-                while suffix and character not in self._next[suffix]:
-                    suffix = self._shorter[suffix]
-                self._shorter[child] = self._next[suffix].get(character, 0)
-                self._stop[child] = self._stop[child] or self._stop[self._shorter[child]]
-                queue.append(child)
 
 
 def _content(token: Any) -> str | None:

@@ -226,15 +226,19 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         free, before = self.memory.free_frames, self.snapshot()
         parent = self.held[row]
+        length = len(parent.tokens)
+        if draw.random() < 0.5:
+            length = draw.randint(0, length)
         try:
-            space, orders = parent.space.fork(f"child {next(self.names)}")
+            space, orders = parent.space.fork(f"child {next(self.names)}", length)
         except OverCommit:
             assert self.snapshot() == before
             return
         assert self.memory.free_frames == free
         self.device.carry_out(orders)
-        child = Held(space, parent.tenant, parent.adapter, list(parent.tokens), publishes=parent.publishes)
-        child.prompt, child.good = list(parent.prompt), parent.good
+        child = Held(space, parent.tenant, parent.adapter, parent.tokens[:length], publishes=parent.publishes)
+        child.good = min(parent.good, length)
+        child.prompt = list(parent.prompt) if length == len(parent.tokens) else []
         self.held[space.row] = child
         self.tokens[space.row] = self.tokens[row]
 
@@ -496,7 +500,7 @@ class MemoryMachine(RuleBasedStateMachine):
         pins = [pin.frames for pin in self.memory.pins.held.values()]
         rss += sum(len(frames) for frames in pins)
         pss += sum((1 / self.memory.frames.references[frames]).sum() for frames in pins)
-        assert rss == now.references
+        assert rss == now.references == now.active_frames + now.saved_frames
         assert round(pss, 6) == now.active_frames
         assert sum(tenant.current for tenant in self.memory.tenant_memory()) == now.total_frames - now.free_frames
         if not self.held and not self.pinned and not self.mover.in_flight:

@@ -181,7 +181,9 @@ def test_end_ids_are_the_union_of_all_files(own: Any, generation: Any, tokenizer
 def test_a_folder_is_read_as_a_whole(tmp_path: Path, tokenizer_config: dict[str, Any] | None) -> None:
     """C39: end ids of three files, the tokenizer's found by its text; sampling defaults; dtype."""
     (tmp_path / "config.json").write_text(json.dumps(config(eos_token_id=2, torch_dtype="bfloat16", bos_token_id=1)))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3], "temperature": 0.6, "top_k": 20}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3], "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    )
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}], "model": {"vocab": {"word": 8}}})
     )
@@ -190,7 +192,7 @@ def test_a_folder_is_read_as_a_whole(tmp_path: Path, tokenizer_config: dict[str,
     end = (tokenizer_config or {}).get("eos_token")
     parsed = read_config(tmp_path)
     assert parsed.end_ids == ((2, 3, 8) if end == "word" else (2, 3, 9) if end else (2, 3))
-    assert parsed.sampling == SamplingDefaults(temperature=0.6, top_k=20, top_p=None)
+    assert parsed.sampling == SamplingDefaults(temperature=0.6, top_k=20, top_p=None, repetition_penalty=1.1)
     assert (parsed.dtype, parsed.start_id) == ("bfloat16", 1)
 
 

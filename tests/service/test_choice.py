@@ -1,23 +1,24 @@
 """Choice: tokens to text where the order of events matters; the rest is tested through HTTP."""
 
+from typing import Any
+
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service.choice import MERGE_ABOVE, Choice, Delta
-from service.engine_client import Ended
+from service.choice import MERGE_ABOVE, Choice, Delta, TextRules
+from service.engine_client import Ended, Scores
+from service.prompts import Prompt
+from service.stop_strings import StopMatcher
 from service.token_stream import TokenStream
-from service.tokenization import StopMatcher
 
 
-def make_choice(stops: list[str], finished: list[int]) -> tuple[Choice, TokenStream]:
+def make_choice(stops: list[str], finished: list[int], **rules: Any) -> tuple[Choice, TokenStream]:
     stream = TokenStream()
     choice = Choice(
         index=0,
-        prompt_ids=[5],
+        prompt=Prompt([5]),
         stream=stream,
         detokenizer=tiny_tokenizer().detokenizer(skip_special_tokens=True),
-        matcher=StopMatcher(stops) if stops else None,
-        include_stop=False,
-        stop_token_ids=frozenset(),
+        rules=TextRules(matcher=StopMatcher(stops) if stops else None, **rules),
         finish=finished.append,
     )
     return choice, stream
@@ -67,3 +68,40 @@ def test_an_end_without_a_token_still_ends() -> None:
     assert [delta.text for delta in choice.read()] == [" a", " "]
     stream.end(Ended(1, "length"))
     assert choice.read() == [Delta("b", [], "length", None)]
+
+
+def test_an_entry_waits_until_no_stop_string_can_take_the_text_before_it() -> None:
+    choice, stream = make_choice([" b c d"], [])
+    tokens = ids(" a b c x b c d")
+    scores = [Scores(-float(i), 1, [], []) for i in range(len(tokens))]
+    events = []
+    for token, score in zip(tokens, scores, strict=True):
+        stream.put(token, score)
+        events += choice.read()
+    assert [delta.text for delta in events] == [" a", "", "", " b c x", "", "", ""]
+    assert [[entry.offset for entry in delta.scored] for delta in events] == [[0], [2], [], [4, 6], [8], [], [8, 8]]
+    assert [entry.scores for delta in events for entry in delta.scored] == scores
+
+
+def test_entries_of_a_text_that_is_not_cut_come_with_their_tokens() -> None:
+    choice, stream = make_choice([], [])
+    tokens = ids(" a b")
+    for token in tokens:
+        stream.put(token, Scores(-1.0, 1, [], []))
+    stream.put(END, Scores(-2.0, 1, [], []))
+    stream.end(Ended(1, "stop", end_token=END))
+    deltas = choice.read()
+    assert [[(entry.token, entry.offset) for entry in delta.scored] for delta in deltas] == [
+        [(tokens[0], 0)],
+        [(tokens[1], 2)],
+        [(END, 4)],
+    ]
+
+
+def test_stop_strings_do_not_stop_within_the_minimum() -> None:
+    """One that begins in it and is complete after it does."""
+    finished: list[int] = []
+    choice, stream = make_choice([" a b", " d e"], finished, min_tokens=4)
+    stream.put(ids(" a b c d e f"))
+    assert "".join(delta.text for delta in choice.read()) == " a b c"
+    assert (choice.finish_reason, choice.stop_reason, finished) == ("stop", " d e", [5])

@@ -4,15 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
-from simulated_executor import SimulatedExecutor, expected_output
+from simulated_executor import SimulatedExecutor, expected_beams, expected_output
 
 from mm import MemoryManager
 from model.step_plan import SamplingParameters
 from service.engine import Engine, StepReport
 from service.engine_client import (
+    BeamSearch,
     Cancel,
     Ended,
     EngineDied,
@@ -21,6 +23,9 @@ from service.engine_client import (
     Limits,
     LocalEngineClient,
     Message,
+    PromptScores,
+    Scores,
+    Sibling,
     Submit,
     TokenBatch,
 )
@@ -125,6 +130,75 @@ async def test_streams_get_their_own_tokens() -> None:
             assert (ended.reason, ended.output_tokens) == ("length", 5 + i)
         assert house.free_frames == 64
         assert house.client.open_sequences == 0
+
+
+async def submit_choices(
+    house: House, prompt: list[int], max_tokens: int, count: int, **options: Any
+) -> tuple[list[TokenStream], list[int]]:
+    ids = [house.client.next_sequence_id() for _ in range(count)]
+    streams = [TokenStream(lambda number=number: house.client.cancel(number)) for number in ids]  # type: ignore[misc]
+    siblings = [Sibling(number, i) for i, number in enumerate(ids[1:], 1)]
+    sampling = SamplingParameters(temperature=0.0)
+    house.client.submit(Submit(ids[0], "r", prompt, max_tokens, sampling, [], siblings=siblings, **options), *streams)
+    return streams, ids
+
+
+async def test_every_choice_has_its_own_stream_and_counts_in_the_queue() -> None:
+    async with running() as house:
+        streams, _ = await submit_choices(house, [1, 2, 3], 9, 5)
+        assert house.engine.waiting == 5
+        for tokens, ended in await asyncio.gather(*map(read, streams)):
+            assert (tokens, ended.reason) == (expected_output([1, 2, 3], 9), "length")
+        assert house.engine.waiting == 0
+        assert len(house.counter.ended) == 5
+
+
+async def test_a_search_gives_each_choice_its_tokens_in_one_go() -> None:
+    async with running() as house:
+        streams, _ = await submit_choices(house, [1, 2, 3], 9, 2, beam_search=BeamSearch(3))
+        results = expected_beams([1, 2, 3], 9, BeamSearch(3))
+        for stream, result in zip(streams, results, strict=False):
+            chunk = await anext(aiter(stream))
+            assert chunk.tokens == result.tokens
+            assert chunk.ended is not None
+            assert chunk.ended.beam_score == pytest.approx(result.score, abs=1e-5)
+        assert {ended.sequence_id for _, ended in house.counter.ended} == {1, 2}
+        await until(lambda: house.free_frames == 64)
+
+
+async def test_a_time_limit_ends_a_request_while_it_waits_and_while_it_runs() -> None:
+    async with running(rows=1) as house:
+        running_one, _ = await submit_choices(house, [1, 2, 3], 200, 1, timeout_s=5.0)
+        waiting_one, _ = await submit_choices(house, [4, 5], 9, 1, timeout_s=5.0)
+        house.executor.gate.clear()
+        await until(lambda: house.engine.scheduler.sequences.running)
+        house.clock.now += 6.0
+        house.executor.gate.set()
+        (tokens, ended), (nothing, too_late) = await asyncio.gather(read(running_one[0]), read(waiting_one[0]))
+        assert (ended.reason, ended.output_tokens) == ("timeout", len(tokens))
+        assert tokens == expected_output([1, 2, 3], len(tokens))
+        assert (nothing, too_late.reason) == ([], "timeout")
+        await until(lambda: house.free_frames == 64)
+
+
+async def test_a_search_too_wide_for_the_engine_is_told_so() -> None:
+    async with running(rows=2) as house:
+        streams, _ = await submit_choices(house, [1, 2, 3], 9, 2, beam_search=BeamSearch(3))
+        for _, ended in await asyncio.gather(*map(read, streams)):
+            assert ended.reason == "error"
+            assert "3 beams" in ended.message
+
+
+async def test_scores_reach_the_stream_of_their_token() -> None:
+    async with running() as house:
+        streams, ids = await submit_choices(house, [1, 2, 3, 4], 3, 2, prompt_logprobs=2)
+        batches: list[TokenBatch] = []
+        deliver = house.client.deliver
+        house.client.deliver = lambda event: (batches.append(event), deliver(event))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+        await asyncio.gather(*map(read, streams))
+        scored = [scores for batch in batches for scores in batch.prompt_scores]
+        assert [(scores.sequence_id, scores.first, len(scores.scores)) for scores in scored] == [(ids[0], 1, 3)]
+        assert all(not batch.sequence_ids or batch.prompt_scores for batch in batches[:1])
 
 
 async def test_front_ends_get_their_own_sequences_only() -> None:
@@ -291,9 +365,21 @@ async def test_reports_count_what_a_step_did() -> None:
     "message",
     [
         Submit(1, "r", [1, 2], 3, SamplingParameters(0.5, 3, 0.9, seed=2**64 - 1), [7], "tenant"),
+        Submit(
+            1,
+            "r",
+            [1, 2],
+            3,
+            SamplingParameters(logit_bias={7: -1.0}, bad_words=[[1, 2]], logprobs=3),
+            [],
+            siblings=[Sibling(2, 2**64 - 1)],
+            beam_search=BeamSearch(4, -1.0, "never"),
+            timeout_s=1.5,
+        ),
         Cancel(5),
         Finish(5, 9),
         TokenBatch(3, [1, 2], [7, 8], [Ended(1, "stop", end_token=7)]),
+        TokenBatch(3, [1], [7], [], {0: Scores(-0.5, 1, [7], [-0.5])}, [PromptScores(1, 1, [Scores(-1.0, 2, [], [])])]),
         EngineDied("gone"),
     ],
 )

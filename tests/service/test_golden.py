@@ -5,30 +5,15 @@ The whole engine runs: scheduler, memory manager, executor, one step ahead. Only
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_engine import engine, frames_for, generate, prefer
 
 from model.step_plan import SamplingParameters
-from service.assembly import Assembly, assemble
-from service.engine import StepReport
-from service.engine_client import Ended, Submit
-from service.request import Sequence
-from service.settings import Settings
-from service.token_stream import TokenStream
-
-GREEDY = SamplingParameters(temperature=0.0)
-
-
-class Nobody:
-    """An observer that counts nothing."""
-
-    def step_ended(self, report: StepReport) -> None: ...
-    def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None: ...
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,44 +22,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_num_threads(2)
     yield request.param
     torch.set_num_threads(threads)
-
-
-@asynccontextmanager
-async def engine(folder: Path, device: str, **settings: Any) -> AsyncIterator[Assembly]:
-    chosen = {"max_num_seqs": 24, "max_num_batched_tokens": 512, "max_model_len": 2048, "dtype": "float32"} | settings
-    assembly = assemble(Settings(device=device, **chosen), folder, Nobody())
-    assembly.engine.open()
-    task = asyncio.create_task(assembly.engine.run())
-    try:
-        yield assembly
-        assert assembly.engine.scheduler.memory.available_frames == assembly.executor.frames
-        assembly.engine.scheduler.memory.check_invariants()
-    finally:
-        assembly.engine.stop()
-        await asyncio.wait([task])
-        assembly.executor.close()
-
-
-async def generate(
-    assembly: Assembly, prompt: list[int], tokens: int, sampling: SamplingParameters = GREEDY
-) -> list[int]:
-    client = assembly.client
-    number = client.next_sequence_id()
-    stream = TokenStream(lambda: client.cancel(number))
-    client.submit(Submit(number, f"r{number}", prompt, tokens, sampling, []), stream)
-    output: list[int] = []
-    async for chunk in stream:
-        output += chunk.tokens
-        if chunk.ended:
-            assert chunk.ended.reason == "length", chunk.ended
-    return output
-
-
-def frames_for(assembly_tokens: int, folder: Path) -> int:
-    from model.config import read_config
-    from model.kv_pool import frame_bytes
-
-    return frame_bytes(read_config(folder), torch.float32, 16) * (assembly_tokens // 16)
 
 
 async def test_alone(smollm2_folder: Path, golden: list[Any], device: str) -> None:
@@ -119,10 +66,7 @@ async def test_in_a_pool_so_small_that_sequences_are_preempted(
     settings = {"kv_cache_memory_bytes": pool, "max_model_len": 320, "swap_memory_bytes": pool if is_swapping else 0}
     async with engine(smollm2_folder, device, **settings) as assembly:
         memory = assembly.engine.scheduler.memory
-        memory.costs.prefill_token_s = 1e3 if is_swapping else 1e-9  # what preemption should prefer
-        assembly.executor.want_slots(assembly.executor.slots)
-        while assembly.executor.ready_slots < assembly.executor.slots:  # noqa: ASYNC110  (memory comes in a thread)
-            await asyncio.sleep(0.01)
+        await prefer(assembly, swap=is_swapping)
         outputs = await asyncio.gather(*(generate(assembly, e.prompt, len(e.tokens)) for e in entries))
         assert assembly.engine.scheduler.preemptions > 0
         assert (memory.counters().swap_in > 0) == is_swapping

@@ -12,32 +12,41 @@ from service.decoding import fields
 from service.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 VALUES = ["x", -1, 0, 1, 1.5, 2**31, 2**63, 10**12, "5", True, False, [], [1], ["x"], {}, {"a": {"b": []}}, [[]], ""]
-UNUSED = ["store", "metadata", "user", "prompt_cache_key", "service_tier", "safety_identifier", "verbosity"]
-NUMBERS = {"temperature": [0, 1, 1.5], "top_p": [1], "top_k": [-1, 0, 1, 2**31, 2**63, 10**12]}
+TEXTS = ["x", "5", ""]
+UNUSED: dict[str, list[Any]] = {
+    "store": [True, False], "metadata": [{}, {"a": {"b": []}}], "user": TEXTS, "prompt_cache_key": TEXTS,
+    "service_tier": TEXTS, "safety_identifier": TEXTS, "verbosity": TEXTS,
+}  # fmt: skip
+LARGE = [2**31, 2**63, 10**12]
+NUMBERS: dict[str, list[Any]] = {
+    "temperature": [0, 1, 1.5], "top_p": [1], "top_k": [-1, 0, 1, *LARGE], "min_p": [0, 1], "typical_p": [1],
+    "presence_penalty": [-1, 0, 1, 1.5], "frequency_penalty": [-1, 0, 1, 1.5], "repetition_penalty": [1, 1.5, *LARGE],
+    "min_tokens": [0, 1], "timeout_s": [1, 1.5, *LARGE], "prompt_logprobs": [0, 1],
+    "truncate_prompt_tokens": [-1, 1, *LARGE], "priority": [0], "length_penalty": [1],
+}  # fmt: skip
 FLAGS: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False], "ignore_eos": [True, False], "skip_special_tokens": [True, False],
     "stream": [True, False], "return_token_ids": [True, False], "prefix_cache": [True, False],
-    "return_cache_info": [True, False],
-}  # fmt: skip
-NEUTRAL: dict[str, list[Any]] = {
-    "min_p": [0], "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1], "min_tokens": [0],
-    "typical_p": [1], "use_beam_search": [False], "length_penalty": [1], "early_stopping": [False],
-    "spaces_between_special_tokens": [True], "priority": [0],
-    "return_tokens_as_token_ids": [False], "echo": [False],
+    "return_cache_info": [True, False], "return_tokens_as_token_ids": [True, False], "use_beam_search": [True, False],
+    "early_stopping": [False], "spaces_between_special_tokens": [True],
 }  # fmt: skip
 SHARED: dict[str, list[Any]] = {
     "n": [1], "max_tokens": [1], "seed": [-1, 0, 1, 2**31, 10**12], "stop": ["x", "5", ["x"], []],
-    "stop_token_ids": [[], [1]], "request_id": ["x", "5"], "cache_salt": ["x", "5"], **NUMBERS, **FLAGS, **NEUTRAL,
-    **dict.fromkeys(UNUSED, VALUES),
+    "stop_token_ids": [[], [1]], "logit_bias": [{}], "allowed_token_ids": [[1]], "bad_words": [[], ["x"]],
+    "request_id": ["x", "5"], "cache_salt": ["x", "5"], **NUMBERS, **FLAGS, **UNUSED,
 }  # fmt: skip
 SERVED: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": SHARED
-    | {"prompt": ["x", "5", [1], ["x"]], "add_special_tokens": [True, False], "best_of": [1]},
+    | {
+        "prompt": ["x", "5", [1], ["x"]], "add_special_tokens": [True, False], "best_of": [1], "logprobs": [0, 1],
+        "echo": [True, False],
+    },
     "/v1/chat/completions": SHARED
     | {
-        "max_completion_tokens": [1], "chat_template_kwargs": [{}, {"a": {"b": []}}], "logprobs": [False],
+        "max_completion_tokens": [1], "chat_template_kwargs": [{}, {"a": {"b": []}}], "logprobs": [True, False],
         "add_generation_prompt": [True, False], "continue_final_message": [False], "top_logprobs": [0],
-        "parallel_tool_calls": [True], "add_special_tokens": [False], "include_reasoning": [True],
+        "parallel_tool_calls": [True], "add_special_tokens": [True, False], "include_reasoning": [True],
+        "echo": [False],
     },
     "/tokenize": {
         "prompt": ["x", "5", ""], "add_special_tokens": [True, False], "return_token_strs": [True, False],
@@ -90,7 +99,7 @@ async def test_each_field_with_numbers_that_are_none(server: Server, path: str) 
             answer = await server.post(path, body.encode())
             if literal != "9" * 400:
                 assert (answer.status, answer.error["type"]) == (400, "BadRequestError"), (name, literal)
-            elif name in (*UNUSED, "top_k"):
+            elif name in ("top_k", "truncate_prompt_tokens"):
                 assert answer.status == 200
             else:  # JSON, if a large number
                 assert (answer.status, len(answer.error["message"]) < 400) == (400, True), name

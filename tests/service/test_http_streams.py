@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from http_events import joined, reasons
 from http_house import Server, Start, says
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,20 +15,6 @@ from tiny_tokenizer import tiny_tokenizer
 CHARACTERS = (
     "\U0001fae0 \U0001f979 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e8\U0001f1ed \u9f9c\ud7a3 e\u0301!"
 )
-
-
-def joined(events: list[Any]) -> dict[int, str]:
-    """The text of each choice."""
-    texts: dict[int, str] = {}
-    for event in events:
-        for choice in event["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    return texts
-
-
-def reasons(events: list[Any]) -> list[Any]:
-    return [choice["finish_reason"] for event in events for choice in event["choices"]]
 
 
 async def raw_stream(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> bytes:
@@ -132,7 +119,7 @@ async def test_one_event_a_step_even_without_text(server: Server) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 41))
-async def test_characters_of_several_tokens(server: Server, max_tokens: int) -> None:
+async def test_c01_characters_of_several_tokens(server: Server, max_tokens: int) -> None:
     """C01: no U+FFFD but for a cut character at the very end, and then in both answers."""
     server.engine.script = says(CHARACTERS)
     whole = (await server.complete(max_tokens=max_tokens)).json
@@ -157,7 +144,7 @@ async def test_characters_of_several_tokens(server: Server, max_tokens: int) -> 
         ([" b c d e f g h i j k l m n o p"], " b c d e f g h i j k l m n o p"),
     ],
 )
-async def test_stop_strings(server: Server, stops: list[str], found: str, include: bool) -> None:
+async def test_c02_stop_strings(server: Server, stops: list[str], found: str, include: bool) -> None:
     """C02: over token borders, held back, cut off or included, equal in both answers."""
     said = " a b c d e f g h i j k l m n o p q r s t u v w x y z: done"
     server.engine.script = says(said)
@@ -189,7 +176,7 @@ async def test_tokens_made_past_a_stop_are_not_counted(start: Start) -> None:
     assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == server.engine.finished[0].at
 
 
-async def test_a_stop_in_the_last_token_is_a_stop(server: Server) -> None:
+async def test_c02_a_stop_in_the_last_token_is_a_stop(server: Server) -> None:
     server.engine.script = says(" a b")
     answer = (await server.complete(stop="b", max_tokens=2)).json
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -197,7 +184,7 @@ async def test_a_stop_in_the_last_token_is_a_stop(server: Server) -> None:
     assert server.engine.finished == []  # it has ended by its length at the same time
 
 
-async def test_text_held_back_for_a_stop_comes_at_the_end(server: Server) -> None:
+async def test_c02_text_held_back_for_a_stop_comes_at_the_end(server: Server) -> None:
     server.engine.script = says(" a b c")
     for asked in ({}, {"max_tokens": 3}):
         events = (await server.complete(stop=["b c d"], stream=True, **asked)).events
@@ -224,7 +211,7 @@ async def test_end_tokens_and_stop_tokens(server: Server) -> None:
     assert await ask(ignore_eos=True, skip_special_tokens=False) == (" a<|im_end|> b<|endoftext|>", "length", None, 4)
 
 
-async def test_leading_and_double_spaces(server: Server) -> None:
+async def test_c03_leading_and_double_spaces(server: Server) -> None:
     """C03."""
     said = "  two  spaces\n\n    indented\n"
     server.engine.script = says(said)
@@ -234,7 +221,7 @@ async def test_leading_and_double_spaces(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": True}])
-async def test_usage_and_reasons(server: Server, path: str, options: Any) -> None:
+async def test_c04_usage_and_reasons(server: Server, path: str, options: Any) -> None:
     """C04: exactly one reason, in the last event with a choice; the usage event comes after it, only if asked for."""
     server.engine.cached_tokens = 1
     prompt: dict[str, Any] = (
@@ -265,8 +252,8 @@ async def test_continuous_usage_grows_to_the_final_numbers(server: Server) -> No
     assert {event["usage"]["prompt_tokens"] for event in events} == {events[-1]["usage"]["prompt_tokens"]}
 
 
-async def test_several_prompts_interleave_by_index(server: Server) -> None:
-    """C05 as far as there is n = 1: numbered in prompt order, one reason each, usage over all."""
+async def test_c05_several_prompts_interleave_by_index(server: Server) -> None:
+    """Numbered in prompt order, one reason each, usage over all. With n above 1: test_http_choices.py."""
     tokenizer = tiny_tokenizer()
     replies = {"a": " fox", "b": " the lazy dog", "c": ""}
     server.engine.script = lambda submit: [

@@ -204,11 +204,11 @@ async def test_c14_preempted_requests_come_back_whole(open_house: Open, slots: i
 async def test_c15_a_request_that_can_never_fit_is_refused_and_holds_up_nobody(open_house: Open) -> None:
     """Too large by its prompt, or by what it may grow to: at once, with both numbers; what fits exactly runs."""
     async with open_house(10) as house:
-        for length, output in ((200, 1), (100, 61), (1, 160)):
+        for length, output, param in ((200, 1, "prompt"), (100, 61, "max_tokens"), (1, 160, "max_tokens")):
             body = {"prompt": ids(length, 1), "max_tokens": output}
             async with house.session.post(house.url + "/v1/completions", json=body) as response:
                 error = (await response.json())["error"]
-            assert (response.status, error["param"]) == (400, "max_tokens")
+            assert (response.status, error["param"]) == (400, param)
             assert (
                 f"holds 160 tokens of one request. However, you requested {length + output} tokens" in error["message"]
             )

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mm.statistics import EventCounters, MemoryInformation
 from service.engine import StepReport
 from service.engine_client import Ended, EngineSnapshot
+from service.generation import PromptNumbers
 from service.metrics import TOKEN_GAP_S, Histogram, Metrics, ServedFacts
 
 MEMORY = MemoryInformation(
@@ -204,8 +205,6 @@ def test_the_end_of_a_sequence_is_counted(metrics: Metrics) -> None:
     found = values(metrics)
     assert found["vllm:request_success_total[('finished_reason', 'stop')]"] == 1
     assert found["vllm:request_success_total[('finished_reason', 'length')]"] == 0
-    assert found["vllm:prompt_tokens_total"] == 40
-    assert found["vllm:prompt_tokens_cached_total"] == 16
     sums = {
         "time_to_first_token_seconds": 1.0,
         "request_queue_time_seconds": 0.5,
@@ -214,12 +213,20 @@ def test_the_end_of_a_sequence_is_counted(metrics: Metrics) -> None:
         "request_prefill_time_seconds": 0.5,
         "request_decode_time_seconds": 2.0,
         "request_time_per_output_token_seconds": 0.2,
-        "request_prompt_tokens": 40,
         "request_generation_tokens": 11,
-        "request_params_max_tokens": 100,
-        "request_params_n": 1,
     }
     assert {name: found[f"vllm:{name}_sum"] for name in sums} == pytest.approx(sums)
+
+
+def test_a_prompt_counts_once_however_many_choices_it_has(metrics: Metrics) -> None:
+    metrics.prompt_ended(PromptNumbers(6, 40, 16, max_tokens=100, longest_output=11, is_answered=True))
+    metrics.prompt_ended(PromptNumbers(1, 20, 0, max_tokens=5, longest_output=0, is_answered=False))
+    found = values(metrics)
+    assert (found["vllm:prompt_tokens_total"], found["vllm:prompt_tokens_cached_total"]) == (40, 16)
+    assert found["vllm:request_params_n_bucket[('le', '5.0')]"] == 1
+    assert (found["vllm:request_params_n_sum"], found["vllm:request_params_n_count"]) == (7, 2)
+    sums = {"request_prompt_tokens": 60, "request_params_max_tokens": 105, "request_max_num_generation_tokens": 11}
+    assert {name: found[f"vllm:{name}_sum"] for name in sums} == sums
 
 
 def test_sequences_that_never_ran_have_no_times_of_running(metrics: Metrics) -> None:
@@ -229,7 +236,6 @@ def test_sequences_that_never_ran_have_no_times_of_running(metrics: Metrics) -> 
     assert found["vllm:request_success_total[('finished_reason', 'abort')]"] == 2
     assert found["vllm:request_queue_time_seconds_count"] == 1
     assert found["vllm:time_to_first_token_seconds_count"] == 0
-    assert found["vllm:prompt_tokens_total"] == 0
 
 
 def test_http_requests_are_counted_with_bounded_labels(metrics: Metrics) -> None:

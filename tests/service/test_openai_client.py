@@ -96,6 +96,56 @@ async def test_sync_chat_and_completions(talking: Server) -> None:
     assert await in_thread(talking, completed) == (SAID, SAID)
 
 
+async def test_several_choices(talking: Server) -> None:
+    async with async_client(talking) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, n=3, seed=5)
+        assert [choice.message.content for choice in answer.choices] == [SAID] * 3
+        texts: dict[int, str] = {}
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, n=3, stream=True)
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+        assert texts == dict.fromkeys(range(3), SAID)
+        completion = await client.completions.create(model="tiny", prompt=["the", "a"], n=2, max_tokens=50, best_of=2)
+        assert [(choice.index, choice.text) for choice in completion.choices] == [(i, SAID) for i in range(4)]
+
+
+async def test_logprobs_of_a_chat(talking: Server) -> None:
+    """Whole, streamed, and by the client's own accumulation, which concatenates the entries."""
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    async with async_client(talking) as client:
+        answer = await client.chat.completions.create(**asked)
+        assert answer.choices[0].logprobs is not None
+        entries = answer.choices[0].logprobs.content
+        assert entries is not None
+        assert b"".join(bytes(entry.bytes or []) for entry in entries[:-1]).decode() == SAID
+        assert all(len(entry.top_logprobs) == 2 for entry in entries)
+        streamed = []
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                streamed += (choice.logprobs and choice.logprobs.content) or []
+        assert streamed == entries
+        async with client.chat.completions.stream(**asked) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].logprobs is not None
+        assert final.choices[0].logprobs.content == entries
+
+
+async def test_logprobs_of_a_completion(talking: Server) -> None:
+    asked: Any = {"model": "tiny", "prompt": [[5, 6, 7], [8, 9]], "logprobs": 1, "echo": True, "max_tokens": 1}
+    async with async_client(talking) as client:
+        answer = await client.completions.create(**asked)
+        for choice, length in zip(answer.choices, (4, 3), strict=True):
+            found = choice.logprobs
+            assert found is not None
+            assert found.token_logprobs is not None
+            assert found.top_logprobs is not None
+            assert len(found.token_logprobs) == length
+            # how an evaluation tells whether a continuation is the greedy one
+            pairs = zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
+            assert all(value in likeliest.values() for value, likeliest in pairs)
+
+
 async def test_an_answer_can_be_sent_back_as_it_came(talking: Server) -> None:
     """Clients append the message object of the last answer to the next request, nulls and all."""
     async with async_client(talking) as client:
@@ -140,5 +190,7 @@ async def test_an_error_event_is_raised(talking: Server) -> None:
 async def test_requests_of_later_releases_are_not_tried_again(talking: Server) -> None:
     async with async_client(talking, max_retries=2) as client:
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+            await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, response_format={"type": "json_object"}
+            )
     assert sum(talking.metrics.ended.values()) == 1

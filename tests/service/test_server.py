@@ -239,7 +239,7 @@ def simulated() -> Loaded:
     engine = Engine(scheduler, executor, limits, Metrics("x"))
     client = LocalEngineClient(engine)
     engine.connect(0, client)
-    advice = SimpleNamespace(temperature=None, top_k=None, top_p=None)
+    advice = SimpleNamespace(temperature=None, top_k=None, top_p=None, repetition_penalty=None)
     config = SimpleNamespace(end_ids=(2,), sampling=advice)
     assembly: Any = SimpleNamespace(
         config=config,

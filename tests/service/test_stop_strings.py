@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.tokenization import StopMatcher
+from service.stop_strings import StopMatcher
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

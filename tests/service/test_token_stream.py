@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.engine_client import Ended
+from service.engine_client import Ended, Scores
 from service.errors import EngineDead
 from service.token_stream import Inbox, TokenStream
 
@@ -15,14 +15,14 @@ async def test_all_that_waits_is_taken_at_once() -> None:
     stream.put([2, 3])
     stream.end(Ended(7, "length"))
     chunks = [chunk async for chunk in stream]
-    assert chunks == [([1, 2, 3], Ended(7, "length"))]
+    assert chunks == [([1, 2, 3], Ended(7, "length"), [])]
 
 
 async def test_a_reader_that_waits_is_woken_by_each_put() -> None:
     stream = TokenStream()
 
     async def read() -> list[tuple[list[int], Ended | None]]:
-        return [tuple(chunk) async for chunk in stream]
+        return [(chunk.tokens, chunk.ended) async for chunk in stream]
 
     reader = asyncio.create_task(read())
     for token in (1, 2):
@@ -100,3 +100,22 @@ async def test_nothing_arrives_after_close() -> None:
     await asyncio.sleep(0)
     inbox.wake()
     assert await waiting == []
+
+
+async def test_scores_come_with_their_tokens_and_those_of_the_prompt_go_where_it_is_kept() -> None:
+    """The prompt's are no news by themselves: they come before the first token."""
+    of_prompt: list[Scores] = []
+    inbox = Inbox()
+    stream = TokenStream(inbox=inbox, prompt_scores=of_prompt)
+    first, second = Scores(-1.0, 1, [], []), Scores(-2.0, 2, [3], [-1.5])
+    stream.put_prompt_scores([first, second])
+    stream.put_prompt_scores([first])
+    stream.put(7, second)
+    stream.put(8, first)
+    assert await inbox.next_ready() == [stream]
+    assert stream.take() == ([7, 8], None, [second, first])
+    assert stream.take() == ([], None, [])
+    assert of_prompt == [first, second, first]
+    stream.close()
+    stream.put_prompt_scores([first])
+    assert len(of_prompt) == 3

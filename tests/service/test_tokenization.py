@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from service.errors import BadRequest
-from service.tokenization import OFF_LOOP_CHARACTERS, Detokenizer, Tokenizer, TokenizerNotUsable
+from service.tokenization import OFF_LOOP_CHARACTERS, OFF_LOOP_TOKENS, Detokenizer, Tokenizer, TokenizerNotUsable
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.  Two spaces,\n\n    an indented line of code.",
@@ -233,20 +233,16 @@ def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer, text: str) -> None:
 
 async def test_long_texts_are_encoded_off_the_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    plain = Tokenizer.encode
+    plain = Tokenizer._encode
 
-    def encode(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self: Tokenizer, *given: Any, **more: Any) -> list[int]:
         threads.append(threading.current_thread())
-        return plain(self, text, add_special_tokens=add_special_tokens)
+        return plain(self, *given, **more)
 
-    monkeypatch.setattr(Tokenizer, "encode", encode)
     short, long = "fox", "fox " * OFF_LOOP_CHARACTERS
-    assert await tokenizer.encode_async(short, add_special_tokens=True) == plain(
-        tokenizer, short, add_special_tokens=True
-    )
-    assert await tokenizer.encode_async(long, add_special_tokens=True) == plain(
-        tokenizer, long, add_special_tokens=True
-    )
+    expected = [tokenizer.encode(text, add_special_tokens=True) for text in (short, long)]
+    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    assert [await tokenizer.encode_async(text, add_special_tokens=True) for text in (short, long)] == expected
     await tokenizer.render_chat_async([{"role": "user", "content": long}])
     main = threading.main_thread()
     assert [thread is main for thread in threads] == [True, False, False]
@@ -260,6 +256,79 @@ async def test_encoding_lets_the_loop_run(tokenizer: Tokenizer) -> None:
         turns += 1
         await asyncio.sleep(0.001)
     assert turns > 5
+
+
+@pytest.mark.parametrize("text", [*CORPUS, HARD_CHARACTERS, " leading", "\n", "  two  spaces"])
+def test_token_bytes_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """Whatever a token stands for alone: nothing is stripped, and parts of characters are their bytes."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(tokenizer.token_bytes.of(id_) for id_ in ids)
+    assert joined.removeprefix(b" ") == text.encode().removeprefix(b" "), "the sentence-piece kind puts a space first"
+    assert len(joined) - len(text.encode()) in (0, 1)
+
+
+def test_token_texts_of_parts_of_characters_and_of_control_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("\U0001fae0", add_special_tokens=False)[-4:]
+    assert [tokenizer.token_bytes.of(id_) for id_ in ids] == [bytes([byte]) for byte in "\U0001fae0".encode()]
+    assert [tokenizer.token_bytes.text(id_) for id_ in ids] == ["\ufffd"] * 4
+    assert tokenizer.token_bytes.text(tokenizer.backend.token_to_id("<|im_end|>")) == "<|im_end|>"
+    assert tokenizer.token_bytes.of(10**6) == b""
+    the = tokenizer.encode(" dog", add_special_tokens=False)
+    assert "".join(tokenizer.token_bytes.text(id_) for id_ in the).lstrip() == "dog"
+
+
+@pytest.mark.parametrize("text", [*CORPUS, HARD_CHARACTERS, " leading", "a<|im_end|>b", "\n"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_pieces_are_the_text_cut_at_its_tokens(tokenizer: Tokenizer, text: str, skip: bool) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = tokenizer.pieces(ids, skip_special_tokens=skip, is_encoded_text=False)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.pieces([], skip_special_tokens=skip, is_encoded_text=False) == []
+
+
+def test_start_tokens_of_an_encoded_text_have_no_piece(write: Write) -> None:
+    """Those that the tokenizer adds, though not those that the client wrote."""
+    spec = byte_level()
+    backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[(name, backend.token_to_id(name)) for name in CONTROL[1:]]
+    )
+    tokenizer = Tokenizer.load(write(json.loads(backend.to_str())))
+    text = "<|im_start|>the fox"
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    pieces = tokenizer.pieces(ids, skip_special_tokens=False, is_encoded_text=True)
+    assert (pieces[0], pieces[1]) == ("", "<|im_start|>")
+    assert "".join(pieces) == text
+    plain = tokenizer.render_chat([{"role": "user", "content": "a"}])
+    around = tokenizer.render_chat([{"role": "user", "content": "a"}], add_special_tokens=True)
+    assert around == [1, *plain, 2]
+
+
+async def test_many_ids_are_cut_off_the_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    plain = Tokenizer.pieces
+
+    def pieces(self: Tokenizer, *given: Any, **more: Any) -> list[str]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return plain(self, *given, **more)
+
+    monkeypatch.setattr(Tokenizer, "pieces", pieces)
+    for count in (1, OFF_LOOP_TOKENS + 1):
+        await tokenizer.pieces_async([5] * count, skip_special_tokens=True, is_encoded_text=False)
+    assert threads == [True, False]
+
+
+def test_spellings_of_a_word_inside_of_a_text(tokenizer: Tokenizer) -> None:
+    """Straight on and after a space, whatever the tokenizer does to the first word of a text."""
+    found = tokenizer.spellings(["fox", " fox", "fox"], param="bad_words")
+    for text in ("a fox", "a\nfox", "(fox", "fo fox"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert any(ids[-len(word) :] == word for word in found), text
+    assert len(found) == len({tuple(word) for word in found}) == 2
+    texts = ["".join(map(tokenizer.token_bytes.text, word)) for word in found]
+    assert sorted(texts) == [" fox", "fox"]
+    assert [tokenizer.backend.token_to_id("<|im_end|>")] in tokenizer.spellings(["<|im_end|>"], param="bad_words")
 
 
 @given(text=st.text(max_size=200))

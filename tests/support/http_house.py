@@ -17,6 +17,7 @@ from model.step_plan import SamplingParameters
 from service.api import make_admin_app, make_app
 from service.engine_client import Limits
 from service.front_end import ApiSettings, FrontEnd
+from service.generation import PromptNumbers
 from service.http_server import listen, make_runner
 from service.served_model import ServedModel
 
@@ -29,6 +30,7 @@ class CountingMetrics:
     def __init__(self) -> None:
         self.inflight = 0
         self.ended: Counter[tuple[str, str, int]] = Counter()
+        self.prompts: list[PromptNumbers] = []
 
     def http_started(self) -> None:
         self.inflight += 1
@@ -36,6 +38,9 @@ class CountingMetrics:
     def http_ended(self, route: str, method: str, status: int) -> None:
         self.inflight -= 1
         self.ended[route, method, status] += 1
+
+    def prompt_ended(self, numbers: PromptNumbers) -> None:
+        self.prompts.append(numbers)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         return b"# TYPE pagewalk_http_inflight gauge\n", "text/plain; version=0.0.4; charset=utf-8"

@@ -1,16 +1,20 @@
-"""Drives a Scheduler over a simulated executor, and audits memory after each step."""
+"""The engine's loop without asyncio over a simulated executor, for tests of the scheduler: every step is audited."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from simulated_executor import SimulatedExecutor
 
 from mm import MemoryManager, TenantLimits
 from model.step_plan import SamplingParameters
-from service.engine_client import Ended, Submit
+from service.committed import Committed
+from service.engine_client import BeamSearch, Ended, PromptScores, Scores, Sibling, Submit
 from service.request import Sequence, State
 from service.scheduler import Scheduler, SchedulerSettings
+
+GREEDY = SamplingParameters(temperature=0.0)
 
 
 @dataclass
@@ -22,25 +26,54 @@ class Driver:
     tickets: deque = field(default_factory=deque)
     output: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
+    scores: dict[int, list[Scores]] = field(default_factory=dict)
+    prompt_scores: dict[int, list[Scores]] = field(default_factory=dict)
     now: float = 0.0
 
     def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), **options: Any) -> Sequence:
-        greedy = SamplingParameters(temperature=0.0)
-        message = Submit(len(self.output), "r", prompt, max_tokens, greedy, list(end_ids), **options)
-        sequence = Sequence.from_submit(message, 0, self.now)
-        self.output[sequence.sequence_id] = []
-        self.scheduler.add(sequence)
-        return sequence
+        return self.submit_choices(1, prompt, max_tokens, end_ids, **options)[0]
+
+    def submit_choices(
+        self,
+        count: int,
+        prompt: list[int],
+        max_tokens: int,
+        end_ids: tuple[int, ...] = (),
+        *,
+        sampling: SamplingParameters = GREEDY,
+        beams: BeamSearch | None = None,
+        **options: Any,
+    ) -> list[Sequence]:
+        """`count` choices; the seed of choice i is that of `sampling` plus i."""
+        first = len(self.output)
+        siblings = [Sibling(first + i, sampling.seed + i) for i in range(1, count)]
+        message = Submit(
+            first,
+            f"r{first}",
+            prompt,
+            max_tokens,
+            sampling,
+            list(end_ids),
+            siblings=siblings,
+            beam_search=beams,
+            **options,
+        )
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Submit)
+        self.output.update({first + i: [] for i in range(count)})
+        return self.scheduler.submit(message, 0, self.now)
 
     def step(self) -> None:
         self.now += 1.0
         for ticket, succeeded in self.executor.ended():
             self.scheduler.swap_ended(ticket, succeeded=succeeded)
         plan = self.scheduler.schedule(self.now)
+        ended = self.scheduler.take_ended()
+        self.note(ended)
         if plan is not None:
             self.tickets.append(self.executor.submit(plan))
         for orders in self.scheduler.take_swap_orders():
             self.executor.start(orders)
+        assert plan or self.tickets or ended or self.executor.mover.in_flight or not self.scheduler.has_work, "stuck"
         if len(self.tickets) > (plan is not None):
             self.commit()
         self.scheduler.memory.check_invariants()
@@ -48,12 +81,34 @@ class Driver:
         self.executor.device.poison_free_frames()
 
     def commit(self) -> None:
-        committed = self.scheduler.commit(self.tickets.popleft().wait(), self.now)
-        for sequence_id, token in zip(committed.sequence_ids.tolist(), committed.tokens.tolist(), strict=True):
+        self.note(self.scheduler.commit(self.tickets.popleft().wait(), self.now))
+
+    def note(self, committed: Committed) -> None:
+        for front_end, scores in committed.prompt_scores:
+            assert front_end == 0
+            self.note_prompt_scores(scores)
+        for place, token in enumerate(committed.tokens.tolist()):
+            sequence_id = int(committed.sequence_ids[place])
+            assert sequence_id not in self.ended, "a token after the end"
             self.output[sequence_id].append(token)
+            if place in committed.scores:
+                self.scores.setdefault(sequence_id, []).append(committed.scores[place])
         for sequence, ended in committed.ended:
             assert sequence.state is State.ENDED
+            assert sequence.sequence_id not in self.ended
             self.ended[sequence.sequence_id] = ended
+
+    def note_prompt_scores(self, message: PromptScores) -> None:
+        """In order, each once, and before the first token."""
+        scores = self.prompt_scores.setdefault(message.sequence_id, [])
+        assert message.first == len(scores) + 1
+        assert not self.output[message.sequence_id]
+        scores.extend(message.scores)
+
+    def end(self, sequence: Sequence, output: int | None = None) -> None:
+        """The client cancels it, or (output) has found a text stop."""
+        reason = "abort" if output is None else "stop"
+        self.ended[sequence.sequence_id] = self.scheduler.end(sequence, reason, self.now, output=output)
 
     def run(self, limit: int = 2000) -> int:
         steps = 0
@@ -64,6 +119,10 @@ class Driver:
         memory = self.scheduler.memory
         assert memory.free_frames + memory.lru.idle_pages == memory.frames.total
         assert not self.scheduler.sequences._bereft
+        assert not self.scheduler._beams.groups
+        assert not self.scheduler._beams.choices
+        information = memory.information()
+        assert (information.saved_frames, information.committed_frames) == (0, 0)
         return steps
 
 

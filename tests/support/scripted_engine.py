@@ -1,10 +1,14 @@
 """An engine without a model: each Sequence says what the test wrote for it. It keeps the rules of the real one:
-one token a step, ends at an end id or at max_tokens, a Finish ends it, a Cancel is final.
+one token a step, ends at an end id or at max_tokens, a Finish ends it, a Cancel is final; siblings run side by side;
+scores of the prompt come before the first token; beams come all at once, the best first.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from mm import EventCounters, MemoryInformation
 from service.engine_client import (
@@ -18,11 +22,28 @@ from service.engine_client import (
     LocalEngineClient,
     Message,
     MissInfo,
+    PromptScores,
+    Scores,
     Submit,
     TokenBatch,
 )
 
 Script = Callable[[Submit], Sequence[int]]
+ChoiceScript = Callable[[Submit, int], Sequence[int]]
+"""The same for one choice of a Submit, by its number."""
+
+
+def logprob(token: int, place: int, vocabulary: int) -> float:
+    """The log-probability of a token at a place of its Sequence: all differ, as float32 has them."""
+    return float(np.float32(-0.1 - (token * 7919 + place * 104_729) % vocabulary / 10))
+
+
+def scores_of(token: int, place: int, likeliest: int, vocabulary: int) -> Scores:
+    """What the engine reports of a token that stands at `place`."""
+    values = {id_: logprob(id_, place, vocabulary) for id_ in range(vocabulary)}
+    ids = sorted(values, key=lambda id_: -values[id_])
+    best = ids[:likeliest]
+    return Scores(values[token], 1 + ids.index(token), best, [values[id_] for id_ in best])
 
 
 @dataclass
@@ -31,6 +52,7 @@ class Line:
 
     submit: Submit
     tokens: list[int]
+    is_first: bool = True  # of its Submit
     said: int = 0
 
 
@@ -44,7 +66,9 @@ class ScriptedEngine:
     is_manual: bool = False
     state: EngineState = "ready"
     is_alive: bool = True
+    choice_script: ChoiceScript | None = None  # in place of `script`
     fail_after: int | None = None  # tokens, then an error
+    timeout_after: int | None = None  # tokens, then those that have a timeout_s are out of time
     cached_tokens: int = 0
     miss: MissInfo | None = None
     steps: int = 0
@@ -66,7 +90,10 @@ class ScriptedEngine:
         match message:
             case Submit():
                 self.submitted.append(message)
-                self.lines[message.sequence_id] = Line(message, list(self.script(message)))
+                ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+                for choice, sequence_id in enumerate(ids):
+                    says = self.choice_script(message, choice) if self.choice_script else self.script(message)
+                    self.lines[sequence_id] = Line(message, list(says), is_first=choice == 0)
                 self._work.set()
             case Cancel(sequence_id=sequence_id):
                 self.cancelled.append(sequence_id)
@@ -89,32 +116,48 @@ class ScriptedEngine:
             self._work.clear()
 
     def tick(self) -> None:
-        """Every running Sequence says its next token."""
+        """Every running Sequence says its next token; beams say all."""
         self.steps += 1
-        ids, tokens, ended = [], [], []
+        batch = TokenBatch(self.steps, [], [], [], {}, [])
         for sequence_id, line in list(self.lines.items()):
-            if self.fail_after is not None and line.said >= self.fail_after:
-                ended.append(Ended(sequence_id, "error", message="the model produced numbers that are not finite"))
+            submit = line.submit
+            if line.said == 0 and line.is_first and submit.prompt_logprobs >= 0:
+                batch.prompt_scores.append(self._prompt_scores(submit))
+            ended = self._say(sequence_id, line, batch)
+            while ended is None and submit.beam_search is not None:
+                ended = self._say(sequence_id, line, batch)
+            if ended is not None:
+                batch.ended.append(ended)
                 del self.lines[sequence_id]
-                continue
-            end_ids = line.submit.end_ids
-            token = line.tokens[line.said] if line.said < len(line.tokens) else (end_ids or line.tokens)[0]
-            line.said += 1
-            ids.append(sequence_id)
-            tokens.append(token)
-            if token in end_ids or line.said >= line.submit.max_tokens:
-                ended.append(
-                    Ended(
-                        sequence_id,
-                        "stop" if token in end_ids else "length",
-                        end_token=token if token in end_ids else -1,
-                        output_tokens=line.said,
-                        cached_tokens=self.cached_tokens,
-                        miss=self.miss,
-                    )
-                )
-                del self.lines[sequence_id]
-        self._deliver(ids, tokens, ended)
+        self.client.deliver(batch)
+
+    def _say(self, sequence_id: int, line: Line, batch: TokenBatch) -> Ended | None:
+        """One token of a Sequence, and its end if that is it."""
+        submit, place = line.submit, len(line.submit.prompt_ids) + line.said
+        if self.fail_after is not None and line.said >= self.fail_after:
+            return Ended(sequence_id, "error", message="the model produced numbers that are not finite")
+        numbers: dict[str, Any] = {"output_tokens": line.said, "cached_tokens": self.cached_tokens, "miss": self.miss}
+        if self.timeout_after is not None and submit.timeout_s is not None and line.said >= self.timeout_after:
+            return Ended(sequence_id, "timeout", **numbers)
+        end_ids = submit.end_ids
+        token = line.tokens[line.said] if line.said < len(line.tokens) else (end_ids or line.tokens)[0]
+        if line.said < submit.sampling.min_tokens and token in submit.sampling.barred_ids:
+            token = next(id_ for id_ in range(self.limits.vocabulary) if id_ not in submit.sampling.barred_ids)
+        if submit.sampling.logprobs >= 0:
+            batch.scores[len(batch.tokens)] = scores_of(token, place, submit.sampling.logprobs, self.limits.vocabulary)
+        line.said += 1
+        batch.sequence_ids.append(sequence_id)
+        batch.tokens.append(token)
+        if token not in end_ids and line.said < submit.max_tokens:
+            return None
+        is_end = token in end_ids
+        numbers["output_tokens"] = line.said
+        return Ended(sequence_id, "stop" if is_end else "length", end_token=token if is_end else -1, **numbers)
+
+    def _prompt_scores(self, submit: Submit) -> PromptScores:
+        ids, vocabulary = submit.prompt_ids, self.limits.vocabulary
+        scores = [scores_of(ids[i], i, submit.prompt_logprobs, vocabulary) for i in range(1, len(ids))]
+        return PromptScores(submit.sequence_id, 1, scores)
 
     def die(self) -> None:
         self.state, self.is_alive = "dead", False

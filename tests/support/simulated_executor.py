@@ -2,6 +2,10 @@
 
 So a Sequence is right only if page tables, copies, chunks, feedback and preemption all are: one wrong frame and
 every later token differs. `expected_output` says what a Sequence must produce, whatever runs beside it.
+
+Who does not sample greedily has its seed in the checksum. Log-probabilities are made up from the same checksum: the
+greedy token is the likeliest (`log_probabilities`). A row that needs its history has it here as an executor keeps it:
+it is an error if that is not what the row's frames hold.
 """
 
 import threading
@@ -13,19 +17,42 @@ from simulated_device import SimulatedDevice
 from simulated_mover import SimulatedMover
 
 from mm import MemoryManager, SwapOrders
-from model.step_plan import FED_BACK, StepPlan, StepResult
+from model.step_plan import FED_BACK, Float32Array, LogProbs, SamplingParameters, StepPlan, StepResult
+from service.beam_search import Hypothesis, Search
+from service.engine_client import BeamSearch
 
 VOCABULARY = 50
 
 
-def next_token(tokens: list[int], vocabulary: int = VOCABULARY) -> int:
-    return zlib.crc32(np.array(tokens, np.int64).tobytes()) % vocabulary
+def next_token(tokens: list[int], vocabulary: int = VOCABULARY, seed: int | None = None) -> int:
+    """seed: None for a greedy row."""
+    start = 0 if seed is None else zlib.crc32(seed.to_bytes(8, "little"), 1)
+    return zlib.crc32(np.array(tokens, np.int64).tobytes(), start) % vocabulary
 
 
-def expected_output(prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = ()) -> list[int]:
+def log_probabilities(tokens: list[int], vocabulary: int = VOCABULARY) -> Float32Array:
+    """(V,) of the token after `tokens`: no two are equal, and the greedy one is the largest."""
+    logits = np.random.default_rng(zlib.crc32(np.array(tokens, np.int64).tobytes())).random(vocabulary) * 4
+    best = next_token(tokens, vocabulary)
+    logits[best] += 4 - logits[best] + 0.1
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+def log_probs(lines: list[Float32Array], chosen: list[int], likeliest: int) -> LogProbs:
+    """Of one token each, and of the `likeliest` likeliest, by lines of (V,)."""
+    values = np.array(lines, np.float32).reshape(len(lines), -1)
+    own = values[np.arange(len(lines)), chosen]
+    order = np.argsort(-values, axis=1, kind="stable")[:, :likeliest]
+    ranks = (values > own[:, None]).sum(axis=1) + 1
+    return LogProbs(own, ranks.astype(np.int32), order.astype(np.int32), np.take_along_axis(values, order, axis=1))
+
+
+def expected_output(
+    prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), seed: int | None = None
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed=seed))
         if tokens[-1] in end_ids:
             break
     return tokens[len(prompt) :]
@@ -58,6 +85,8 @@ class SimulatedExecutor:
         self.device = SimulatedDevice(memory)
         self.frames = memory.frames.total
         self.last_tokens = np.full(memory.tables.max_rows, -99, np.int64)
+        self.parameters = [SamplingParameters()] * memory.tables.max_rows
+        self.histories: list[list[int]] = [[]] * memory.tables.max_rows
         self.plans: list[StepPlan] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -73,17 +102,52 @@ class SimulatedExecutor:
         self.plans.append(plan)
         self.device.carry_out(plan.orders)
         self.check_groups(plan)
+        self.store(plan)
         tokens = np.full(len(plan.rows), -1, np.int32)
         for place, row in enumerate(plan.rows.tolist()):
             ids = plan.token_ids[plan.query_starts[place] : plan.query_starts[place + 1]].astype(np.int64)
             ids = np.where(ids == FED_BACK, self.last_tokens[row], ids)
             self.device.write(row, int(plan.starts[place]), ids.tolist())
             if plan.samples[place]:
-                tokens[place] = next_token(self.device.read(row, int(plan.lengths[place])))
+                tokens[place] = self.sample(row, int(plan.lengths[place]))
                 self.last_tokens[row] = tokens[place]
         failed = np.zeros(len(plan.rows), np.bool_)
         failed[self.fail_rows(plan)] = True
-        return SimulatedTicket(plan.step, self.error or StepResult(tokens, failed), self.gate)
+        result = StepResult(tokens, failed, self.logprobs(plan, tokens), self.scored(plan))
+        return SimulatedTicket(plan.step, self.error or result, self.gate)
+
+    def store(self, plan: StepPlan) -> None:
+        if (settings := plan.settings) is None:
+            return
+        for i, row in enumerate(settings.rows.tolist()):
+            self.parameters[row] = settings.parameters[i]
+            self.histories[row] = settings.histories[i].tolist()
+
+    def sample(self, row: int, length: int) -> int:
+        content, parameters = self.device.read(row, length), self.parameters[row]
+        token = next_token(content, seed=None if parameters.is_greedy else parameters.seed)
+        if parameters.needs_history:
+            assert self.histories[row] == content, f"row {row} has another history than its tokens"
+            self.histories[row].append(token)
+        return token
+
+    def logprobs(self, plan: StepPlan, tokens: np.ndarray) -> LogProbs | None:
+        """Of the rows that sample and ask for them."""
+        asking = [i for i, row in enumerate(plan.rows) if plan.samples[i] and self.parameters[row].logprobs >= 0]
+        if not asking:
+            return None
+        lines = [log_probabilities(self.device.read(int(plan.rows[i]), int(plan.lengths[i]))) for i in asking]
+        most = max(self.parameters[plan.rows[i]].logprobs for i in asking)
+        return log_probs(lines, tokens[asking].tolist(), most)
+
+    def scored(self, plan: StepPlan) -> LogProbs | None:
+        if (scored := plan.scored) is None:
+            return None
+        where = np.searchsorted(plan.query_starts, scored.places, side="right") - 1
+        lengths = plan.starts[where] + scored.places - plan.query_starts[where] + 1
+        pairs = zip(plan.rows[where].tolist(), lengths.tolist(), strict=True)
+        lines = [log_probabilities(self.device.read(row, length)) for row, length in pairs]
+        return log_probs(lines, scored.targets.tolist(), scored.likeliest)
 
     def want_slots(self, slots: int) -> None: ...
 
@@ -122,3 +186,16 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def expected_beams(
+    prompt: list[int], max_tokens: int, options: BeamSearch, end_ids: tuple[int, ...] = ()
+) -> list[Hypothesis]:
+    """What a beam search must give, best first: each beam computed from the start, without any memory."""
+    search = Search(options, max_tokens, list(end_ids))
+    beams = [list(prompt)]
+    while not search.is_over:
+        found = log_probs([log_probabilities(beam) for beam in beams], [0] * len(beams), search.candidates)
+        step = search.advance(found.ids, found.values)
+        beams = [[*beams[parent], token] for parent, token in zip(step.parents, step.tokens, strict=True)]
+    return search.best(options.width)

@@ -22,7 +22,7 @@ CORPUS = [
 
 
 @functools.cache
-def tiny_tokenizer(*, with_template: bool = True) -> Tokenizer:
+def tiny_tokenizer(*, with_template: bool = True, with_effort: bool = False) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -34,4 +34,5 @@ def tiny_tokenizer(*, with_template: bool = True) -> Tokenizer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    return Tokenizer(backend, config, ChatTemplate(CHATML) if with_template else None)
+    source = "effort: {{ reasoning_effort }}\n" + CHATML if with_effort else CHATML
+    return Tokenizer(backend, config, ChatTemplate(source) if with_template else None)

@@ -1,0 +1,79 @@
+"""The messages of a chat as msgspec Structs, and how a chat template gets them."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from service.errors import BadRequest
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The only kind of content part that a text model can read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an assistant called. `arguments` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call of an earlier assistant turn."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn. Clients send answers back as they got them, hence the fields that may only be null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | msgspec.UnsetType | None = msgspec.UNSET
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        """The message as chat templates expect it: content is text, arguments are an object. Raises BadRequest."""
+        if self.content is msgspec.UNSET and not (self.role == "assistant" and self.tool_calls):
+            raise BadRequest(f"content is missing - at `{path}`", param="messages")
+        if isinstance(self.content, list):
+            content = "".join(part.text for part in self.content)
+        else:
+            content = self.content or ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.role == "tool":
+            if self.tool_call_id is None:
+                raise BadRequest(f"a message of role tool needs tool_call_id - at `{path}`", param="messages")
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            if self.role != "assistant":
+                raise BadRequest(f"only an assistant has tool_calls - at `{path}`", param="messages")
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+                for call, arguments in zip(self.tool_calls, self._arguments(path), strict=True)
+            ]
+        return message
+
+    def _arguments(self, path: str) -> list[dict[str, Any]]:
+        parsed = []
+        for i, call in enumerate(self.tool_calls or []):
+            try:
+                parsed.append(msgspec.json.decode(call.function.arguments, type=dict[str, Any]))
+            except (msgspec.MsgspecError, RecursionError, UnicodeError):
+                where = f"{path}.tool_calls[{i}].function.arguments"
+                raise BadRequest(
+                    f"arguments must be a JSON object in a string - at `{where}`", param="messages"
+                ) from None
+        return parsed

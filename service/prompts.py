@@ -1,0 +1,163 @@
+"""From a body to prompts: token ids, what an echo shows of them, and the length rules.
+
+Length rules, the same on both routes (M = max_model_len, W = the smaller of M and what the whole KV pool holds):
+  1. prompt + max_tokens > M, or a prompt of M tokens or more: refused.
+  2. prompt + max_tokens > W: refused; such a request could not run alone on an empty server.
+  3. max_tokens absent: chat takes W - prompt, completions at most 16 tokens of it.
+With beam search the output counts once for each beam in rule 2 and in W - prompt. `truncate_prompt_tokens` is applied
+first. A text so long that it must break rule 1 is refused before it is tokenized, even if it were truncated.
+"""
+
+from dataclasses import dataclass, field
+
+from service.engine_client import DEFAULT_TENANT, Limits, Scores
+from service.errors import BadRequest, quoted
+from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
+from service.served_model import ServedModel
+
+CHARACTERS_PER_TOKEN = 128
+"""The longest tokens of common vocabularies are runs of 128 spaces: no text has fewer tokens than length / 128."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What one or several choices go on from, and what the engine tells of it."""
+
+    ids: list[int]
+    echo: str = ""  # what the choices' texts begin with
+    offsets: list[int] = field(default_factory=list)  # of each id in `echo`; empty unless log-probabilities need them
+    scores: list[Scores] = field(default_factory=list)  # of ids[1:], as far as they have come
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all scores have come."""
+        return len(self.scores) >= len(self.ids) - 1
+
+    def scores_by_place(self) -> list[Scores | None]:
+        """One for each id: None for the first, which follows nothing, and where none have come."""
+        missing = len(self.ids) - 1 - len(self.scores)
+        return [None, *self.scores, *[None] * missing]
+
+
+async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    """Every prompt, truncated as asked. Raises BadRequest."""
+    limits = model.client.limits
+    prompts: list[Prompt] = []
+    for path, given in body.prompts():
+        if isinstance(given, str):
+            check_text_length(len(given), limits, param="prompt")
+            ids = await model.tokenizer.encode_async(given, add_special_tokens=body.add_special_tokens is not False)
+            if not ids:
+                raise BadRequest(f"prompt must not be empty: this text has no tokens - at `{path}`", param="prompt")
+        else:
+            check_token_ids(given, limits.vocabulary, param="prompt", path=path)
+            ids = given
+        whole, ids = ids, truncated(ids, body, limits)
+        is_text = isinstance(given, str) and len(ids) == len(whole)
+        prompt = Prompt(ids)
+        if body.echo:
+            await _add_echo(prompt, body, model, given if is_text and isinstance(given, str) else None)
+        prompts.append(prompt)
+    return prompts
+
+
+async def _add_echo(prompt: Prompt, body: CompletionBody, model: ServedModel, text: str | None) -> None:
+    """`text`: what the client wrote, if the ids are all of it: it is shown as it was. Other ids are decoded."""
+    skip = body.skip_special_tokens is not False
+    if not body.scores_echo:
+        prompt.echo = model.tokenizer.decode(prompt.ids, skip_special_tokens=skip) if text is None else text
+        return
+    pieces = await model.tokenizer.pieces_async(
+        prompt.ids,
+        skip_special_tokens=skip and text is None,
+        is_encoded_text=text is not None and body.add_special_tokens is not False,
+    )
+    prompt.echo = "".join(pieces) if text is None else text
+    at = 0
+    for piece in pieces:
+        prompt.offsets.append(min(at, len(prompt.echo)))  # a tokenizer may decode to other characters than it was given
+        at += len(piece)
+
+
+async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel) -> Prompt:
+    """What the model's template makes of the messages, truncated as asked. Raises BadRequest."""
+    limits = model.client.limits
+    if len(body.messages or ()) > limits.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
+            param="messages",
+        )
+    messages = template_messages(body)
+    check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
+    variables = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        template = model.tokenizer.template
+        if template is not None and "reasoning_effort" not in template.source:
+            message = "This model's chat template knows no reasoning_effort."
+            raise BadRequest(message, param="reasoning_effort")
+        variables["reasoning_effort"] = body.reasoning_effort
+    ids = await model.tokenizer.render_chat_async(
+        messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        kwargs=variables,
+        add_special_tokens=isinstance(body, ChatBody) and bool(body.add_special_tokens),
+    )
+    if not ids:
+        raise BadRequest("the chat template made no tokens of these messages.", param="messages")
+    if isinstance(body, TokenizeBody):
+        return Prompt(ids)
+    return Prompt(truncated(ids, body, limits), echo=messages[-1]["content"] if body.echo else "")
+
+
+def check_text_length(characters: int, limits: Limits, *, param: str) -> None:
+    """Refuse a text that no tokenizer could fit into the context, before work in proportion to it is done."""
+    if characters > CHARACTERS_PER_TOKEN * limits.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested a prompt of "
+            f"{characters} characters, which cannot fit. Please shorten it.",
+            param=param,
+        )
+
+
+def truncated(ids: list[int], body: GenerationBody, limits: Limits) -> list[int]:
+    """The last (or first) ids, as many as `truncate_prompt_tokens` says. -1: what fits beside max_tokens, or one."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep == -1:
+        output = max(1, body.asked_tokens or 1) * (body.beams or 1)
+        keep = max(1, _window(limits) - output)  # if even that is too long, the length rules say so
+    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
+
+
+def output_tokens(prompt_tokens: int, body: GenerationBody, limits: Limits, *, default: int | None) -> int:
+    """How many tokens the output may have: 0 only where the client asked for 0.
+
+    default: at most this when nothing was asked; None: the rest. Raises BadRequest by the length rules above; the
+    message has the true numbers.
+    """
+    asked, beams = body.asked_tokens, body.beams or 1
+    length, window = limits.max_model_len, _window(limits)
+    output = max(1, 1 if asked is None else asked)  # an echo of the prompt alone takes a step too
+    needed = prompt_tokens + output
+    if needed > length or prompt_tokens + output * beams > window:
+        limit = f"This model's maximum context length is {length} tokens."
+        if needed <= length:
+            limit = f"This server's KV memory holds {window} tokens of one request."
+        for_output = quoted(output, 32) if beams == 1 else f"{quoted(output, 32)} for each of {beams} beams"
+        of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise BadRequest(
+            f"{limit} However, you requested {quoted(needed + output * (beams - 1), 32)} tokens ({prompt_tokens} in "
+            f"the prompt, {for_output} for the output). Please shorten one of them.",
+            param=of_prompt if prompt_tokens + beams > window else "max_tokens",
+        )
+    if asked is not None:
+        return asked
+    rest = min(length - prompt_tokens, (window - prompt_tokens) // beams)
+    return rest if default is None else min(default, rest)
+
+
+def _window(limits: Limits) -> int:
+    return limits.request_tokens(DEFAULT_TENANT)
