@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mm.addresses import PAGE_SIZE
 from mm.backing_store import BackingStore
@@ -25,10 +26,15 @@ from model.config import ModelConfig
 from model.cpu_kernels import CpuKernels, failed_rows
 from model.cpu_threads import ThreadCounts, choose_threads, usable_cores
 from model.kv_pool import KvPool, frame_bytes
+from model.log_probs import joined, log_probs
 from model.parameters import Parameters
-from model.sampler import SamplingRows, sample
-from model.step_plan import StepPlan, StepResult
+from model.sampler import Sampled, sample
+from model.sampling_rows import SamplingRows
+from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.transformer import forward, logits
+
+SCORED_AT_ONCE = 256
+"""Places that go through the output matrix together: 156 MB of logits for 152k tokens."""
 
 
 class CpuTicket:
@@ -199,14 +205,32 @@ class CpuExecutor:
         step = self._kernels.step(batch)
         hidden = forward(self._parameters, step, self._kernels)  # (T, hidden)
         failed = failed_rows(step, hidden)
+        sampled = None
         if plan.samples.any():  # only rows that sample go through the output matrix
-            rows = plan.rows[plan.samples]
-            scores = logits(self._parameters, hidden[batch.sampled], self._kernels)  # (N, V)
-            sampled, bad = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
-            tokens[plan.samples] = sampled.numpy()
-            failed[plan.samples] |= bad.numpy()
-            self._last_tokens[rows] = tokens[plan.samples]
-        return StepResult(tokens, failed)
+            sampled = self._sample(plan, hidden[batch.sampled])
+            tokens[plan.samples] = sampled.tokens.numpy()
+            failed[plan.samples] |= sampled.failed.numpy()
+        scored = None if plan.scored is None else self._score(plan.scored, hidden)
+        return StepResult(tokens, failed, None if sampled is None else sampled.logprobs, scored)
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
+        """Sample for the rows that do, of whose last tokens `hidden` (N, hidden) is; they keep what comes out."""
+        rows = plan.rows[plan.samples]
+        scores = logits(self._parameters, hidden, self._kernels)  # (N, V)
+        sampled = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
+        tokens = sampled.tokens.numpy().astype(np.int32)
+        self._last_tokens[rows] = tokens
+        self._settings.add(rows, tokens)
+        return sampled
+
+    def _score(self, scored: ScoredTokens, hidden: Tensor) -> LogProbs:
+        """Step E of the sampler's definition. The logits of all places at once might not fit into memory."""
+        places, targets = (torch.from_numpy(ids.astype(np.int64)) for ids in (scored.places, scored.targets))
+        parts = [
+            log_probs(logits(self._parameters, hidden[piece], self._kernels), wanted, scored.likeliest)
+            for piece, wanted in zip(places.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        ]
+        return joined(parts)
 
 
 def choose_dtype(config: ModelConfig, requested: str = "auto") -> torch.dtype:

@@ -2,6 +2,9 @@
 
 So a Sequence is right only if page tables, copies, chunks, feedback and preemption all are: one wrong frame and
 every later token differs. `expected_output` says what a Sequence must produce, whatever runs beside it.
+
+Sampling parameters change no token. Log-probabilities are made up from the token that they are of (`made_up`), so a
+test can say what must arrive wherever they are asked for.
 """
 
 import threading
@@ -13,7 +16,7 @@ from simulated_device import SimulatedDevice
 from simulated_mover import SimulatedMover
 
 from mm import MemoryManager, SwapOrders
-from model.step_plan import FED_BACK, StepPlan, StepResult
+from model.step_plan import FED_BACK, LogProbs, StepPlan, StepResult
 
 VOCABULARY = 50
 
@@ -29,6 +32,22 @@ def expected_output(prompt: list[int], max_tokens: int, end_ids: tuple[int, ...]
         if tokens[-1] in end_ids:
             break
     return tokens[len(prompt) :]
+
+
+def made_up(tokens: list[int], likeliest: int, vocabulary: int = VOCABULARY) -> LogProbs:
+    """Log-probabilities of tokens: token t has rank 1 + t % 3, and the token of rank r beside it is t + r - its rank.
+
+    Rank r has the value -r / 4, which every format writes exactly.
+    """
+    chosen = np.array(tokens, np.int32)
+    own = 1 + chosen % 3
+    ranks = np.arange(1, likeliest + 1, dtype=np.int32)
+    return LogProbs(
+        chosen=(-own / 4).astype(np.float32),
+        ranks=own.astype(np.int32),
+        ids=((chosen - own)[:, None] + ranks).astype(np.int32) % vocabulary,
+        values=np.tile((-ranks / 4).astype(np.float32), (len(chosen), 1)),
+    )
 
 
 class SimulatedTicket:
@@ -58,6 +77,7 @@ class SimulatedExecutor:
         self.device = SimulatedDevice(memory)
         self.frames = memory.frames.total
         self.last_tokens = np.full(memory.tables.max_rows, -99, np.int64)
+        self.logprobs = np.full(memory.tables.max_rows, -1, np.int32)  # what each row asks for
         self.plans: list[StepPlan] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -72,6 +92,8 @@ class SimulatedExecutor:
         self.check(plan)
         self.plans.append(plan)
         self.device.carry_out(plan.orders)
+        if plan.settings is not None:
+            self.logprobs[plan.settings.rows] = [parameters.logprobs for parameters in plan.settings.parameters]
         tokens = np.full(len(plan.rows), -1, np.int32)
         for place, row in enumerate(plan.rows.tolist()):
             ids = plan.token_ids[plan.query_starts[place] : plan.query_starts[place + 1]].astype(np.int64)
@@ -82,7 +104,18 @@ class SimulatedExecutor:
                 self.last_tokens[row] = tokens[place]
         failed = np.zeros(len(plan.rows), np.bool_)
         failed[self.fail_rows(plan)] = True
-        return SimulatedTicket(plan.step, self.error or StepResult(tokens, failed), self.gate)
+        result = StepResult(tokens, failed, *self._log_probs(plan, tokens))
+        return SimulatedTicket(plan.step, self.error or result, self.gate)
+
+    def _log_probs(self, plan: StepPlan, tokens: np.ndarray) -> tuple[LogProbs | None, LogProbs | None]:
+        """Of sampled tokens and of scored ones."""
+        asking = plan.samples & (self.logprobs[plan.rows] >= 0)
+        sampled = scored = None
+        if asking.any():
+            sampled = made_up(tokens[asking].tolist(), int(self.logprobs[plan.rows[asking]].max()))
+        if plan.scored is not None:
+            scored = made_up(plan.scored.targets.tolist(), plan.scored.likeliest)
+        return sampled, scored
 
     def want_slots(self, slots: int) -> None: ...
 
@@ -103,6 +136,11 @@ class SimulatedExecutor:
         assert (np.diff(plan.query_starts)[: plan.decodes] == 1).all()
         assert plan.samples[: plan.decodes].all()
         assert plan.query_starts[-1] == len(plan.token_ids)
+        if (scored := plan.scored) is not None:
+            assert len(scored.places) == len(scored.targets) > 0
+            assert scored.places.max() < len(plan.token_ids)
+        if plan.settings is not None and any(p.needs_history for p in plan.settings.parameters):
+            assert len(plan.settings.prompts) == len(plan.settings.histories) == len(plan.settings.rows)
 
     def close(self) -> None:
         self.is_closed = True
