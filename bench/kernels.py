@@ -1,4 +1,4 @@
-"""The attention kernels alone: checked against float64, then timed inside CUDA graphs over more data than the L2 holds.
+"""The kernels alone, timed inside CUDA graphs over more data than the L2 holds; attention is checked against float64.
 
     python -m bench.kernels [--quick] [--only cascade,short]        prints tables, and last one line of JSON
 
@@ -8,21 +8,19 @@ time is judged by bytes / what the card streams (the floor); a prefill launch by
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from bench.graph_timing import graph_us
+from bench.sampling_kernels import measure_sampling
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
 from cuda.launch import DeviceLoader
 from cuda.paged_decode import FEW, MANY, SOME, DecodeShape, PagedDecode
 from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
-from cuda.sample import Sample, StepResults
-from cuda.scatter import DeviceState
 from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
 from mm.shared_prefixes import SharedPrefixes
@@ -126,29 +124,6 @@ def batches_of(lengths: list[int], pool: FramePool) -> list[Batch]:
     wanted = max(1, round(4 * L2_BYTES / (pages * pool.layout.layer_bytes)))
     count = max(1, min(wanted, pool.frames // pages))
     return [batch_of(lengths, order[i * pages : (i + 1) * pages]) for i in range(count)]
-
-
-def graph_us(launch: Callable[[int, int], None], launches: int, repeats: int = 7) -> float:
-    """Microseconds of launch(stream, i), for i < launches, inside one CUDA graph: the median of the replays."""
-    warm = torch.cuda.Stream()
-    with torch.cuda.stream(warm):
-        launch(warm.cuda_stream, 0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stream = torch.cuda.current_stream().cuda_stream
-        for i in range(launches):
-            launch(stream, i)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
 
 
 def reference(pool: FramePool, batch: Batch, sequence: int, q: torch.Tensor) -> torch.Tensor:
@@ -335,26 +310,7 @@ def measure_small(loader: DeviceLoader) -> dict[str, tuple[float, float]]:
         append(stream, 0, qkvs[i], qkvs[i][:, :width], None, rows, positions, tables, failed)
 
     found["kv_append 256 rows"] = graph_us(launch_append, 32), T * heads * HEAD_DIM * 2 * 2
-    for label, settings in (("greedy", (0.0, 0, 1.0)), ("T", (0.8, 0, 1.0)), ("T, k 50, p 0.95", (0.8, 50, 0.95))):
-        for vocabulary in (49152, 151936):
-            us = graph_us(_sampling(loader, vocabulary, T, settings), 8)
-            found[f"sample {label}, 256 x {vocabulary:,}"] = us, T * vocabulary * 4
     return found
-
-
-def _sampling(
-    loader: DeviceLoader, vocabulary: int, T: int, settings: tuple[float, int, float]
-) -> Callable[[int, int], None]:
-    """A launch of the sampling of T rows with (temperature, top_k, top_p)."""
-    state = DeviceState("cuda", max_rows=T, max_pages=1, max_sequences=T, max_tokens=T, upload_words=1024)
-    state.temperatures.fill_(settings[0])
-    state.top_ks.fill_(settings[1])
-    state.top_ps.fill_(settings[2])
-    state.rows.copy_(torch.arange(T))
-    state.samples.fill_(1)
-    sample = Sample(loader, state, StepResults(1, T, page_locked=True), vocabulary)
-    logits = torch.randn(T, vocabulary, device="cuda") * 3
-    return lambda stream, i: sample(stream, logits, T)
 
 
 Results = dict[str, dict[str, float]]
@@ -428,7 +384,7 @@ def print_small(loader: DeviceLoader, results: Results) -> None:
         results[name] = {"us": round(us, 1), "TB/s": round(size / us / 1e6, 2)}
 
 
-TABLES = ("decode", "short", "cascade", "prefill", "small")
+TABLES = ("decode", "short", "cascade", "prefill", "small", "sampling")
 
 
 def main() -> None:
@@ -455,6 +411,11 @@ def main() -> None:
         del pool
     if "small" in tables:
         print_small(loader, results)
+    if "sampling" in tables:
+        print(f"{'sampling':44} {'us':>8} {'reads':>6}")
+        for name, us, reads in measure_sampling(loader, all_sizes=not arguments.quick):
+            print(f"{name:44} {us:8.1f} {reads:6.2f}", flush=True)
+            results[name] = {"us": round(us, 1), "reads": round(reads, 2)}
     print(json.dumps(results))
 
 

@@ -31,6 +31,7 @@ Argument = Tensor | float | None
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _DEFAULT_SHARED_BYTES = 48 * 1024  # above this a kernel must ask
 
 
@@ -47,6 +48,7 @@ class KernelSpec:
     block: int  # threads
     shared_bytes: int = 0  # dynamic shared memory
     overlap: bool = False  # programmatic dependent launch, where the device can
+    cluster: int = 1  # blocks that see each other's shared memory (Hopper, at most 8): grids are multiples of it
 
 
 class Kernel(Protocol):
@@ -72,6 +74,10 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
     _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+def _attribute(number: int, *values: int) -> _Attribute:
+    return _Attribute(number, 0, (ctypes.c_int * 16)(*values))
 
 
 class _Configuration(ctypes.Structure):
@@ -123,11 +129,15 @@ class DeviceKernel:
         self._function = ctypes.c_void_p(function)
         self._arguments = ArgumentBlock(spec.signature)
         self._configuration = _Configuration(1, 1, 1, spec.block, 1, 1, spec.shared_bytes, None, None, 0)
+        attributes = []
         if spec.overlap:
-            self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0)
-            self._attribute.value[0] = 1
-            self._configuration.attributes = ctypes.pointer(self._attribute)
-            self._configuration.attribute_count = 1
+            attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        if spec.cluster > 1:
+            attributes.append(_attribute(_CLUSTER_DIMENSION, spec.cluster, 1, 1))
+        if attributes:
+            self._attributes = (_Attribute * len(attributes))(*attributes)
+            self._configuration.attributes = self._attributes
+            self._configuration.attribute_count = len(attributes)
         self._configuration_pointer = ctypes.byref(self._configuration)
         self._name = spec.instance
         self._launch = driver().cuLaunchKernelEx
@@ -182,7 +192,8 @@ class DeviceLoader:
     def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
         import cupy  # loads cubins; its import starts nothing, but it is not there on machines without CUDA
 
-        built = build(file, [spec.instance for spec in specs], self.architecture, cache_folder=self._cache_folder)
+        instances = dict.fromkeys(spec.instance for spec in specs)  # one may be wanted with several clusters
+        built = build(file, list(instances), self.architecture, cache_folder=self._cache_folder)
         if self.capability < 90:
             specs = [replace(spec, overlap=False) for spec in specs]
         module = cupy.RawModule(path=str(built.cubin))

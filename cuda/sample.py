@@ -1,27 +1,62 @@
-"""Launcher of sample.cu: logits to tokens on the device, and the result of a step in page-locked memory.
+"""Launchers of sample.cu: logits to tokens and log-probabilities, and the result of a step in page-locked memory.
 
-The kernel writes tokens and flags straight into host memory, and the step's number after them, so the host learns that
-a step is done by reading one word: no event, no copy, nothing to wait for.
+The kernel writes tokens, flags and records of log-probabilities straight into host memory, and the step's number after
+them, so the host learns that a step is done by reading one word: no event, no copy, nothing to wait for.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cuda.errors import ShapeMismatch
-from cuda.launch import KernelLoader, KernelSpec
+from cuda.launch import Kernel, KernelLoader, KernelSpec
 from cuda.scatter import DeviceState
 from cuda.tensors import check_tensor
-from mm.addresses import Int32Array
+from mm.addresses import Int32Array, Int64Array
 
-SLICES = 8
+THREADS = 256
+FIXED_BYTES = 33_872  # sampling.cuh: Shared
+BLOCK_BYTES = 232_448  # shared memory of one block on Hopper, at most
+SHARED_BYTES = 115_712  # so that a multiprocessor holds two blocks
+LARGEST_TEAM = 8
+FEW_SEQUENCES = 32
+"""Up to here every row gets the largest team: even so each multiprocessor has two blocks at most."""
+
+MAX_VOCABULARY = 1 << 19
 RESULT_HEADER_WORDS = 16
+MAX_LIKELIEST = 32
+RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
+
+
+class LogProbWords(NamedTuple):
+    """Records of N places. What they mean: model.step_plan.LogProbs."""
+
+    chosen: npt.NDArray[np.float32]  # (N,)
+    ranks: Int32Array  # (N,)
+    ids: Int32Array  # (N, likeliest)
+    values: npt.NDArray[np.float32]  # (N, likeliest)
+
+
+def read_records(words: Int32Array, likeliest: int) -> LogProbWords:
+    """Copies out of records (N, RECORD_WORDS)."""
+    values = words[:, 2 + MAX_LIKELIEST : 2 + MAX_LIKELIEST + likeliest]
+    return LogProbWords(
+        words[:, 0].copy().view(np.float32),
+        words[:, 1].copy(),
+        words[:, 2 : 2 + likeliest].copy(),
+        values.copy().view(np.float32),
+    )
 
 
 class StepResults:
     """A ring of results in host memory: slot s belongs to whichever step named it in its upload.
 
-    words (slots, 16 + 2 capacity) int32: the step number, written last; tokens from word 16, flags from word 16 +
-    capacity.
+    words (slots, 16 + (2 + RECORD_WORDS) capacity) int32: the step number, written last; tokens from word 16, flags
+    from word 16 + capacity, records of log-probabilities after them.
     """
 
     def __init__(self, slots: int, capacity: int, *, page_locked: bool) -> None:
@@ -29,10 +64,11 @@ class StepResults:
         a CPU.
         """
         self.capacity = capacity
-        self.tensor = torch.full(
-            (slots, RESULT_HEADER_WORDS + 2 * capacity), -1, dtype=torch.int32, pin_memory=page_locked
-        )
+        words = RESULT_HEADER_WORDS + (2 + RECORD_WORDS) * capacity
+        self.tensor = torch.full((slots, words), -1, dtype=torch.int32, pin_memory=page_locked)
         self.words: Int32Array = self.tensor.numpy()
+        self._outcomes = self.words[:, RESULT_HEADER_WORDS : RESULT_HEADER_WORDS + 2 * capacity].reshape(slots, 2, -1)
+        self._records = self.words[:, RESULT_HEADER_WORDS + 2 * capacity :].reshape(slots, capacity, RECORD_WORDS)
 
     def is_done(self, slot: int, step: int) -> bool:
         """Whether `step`, which was given `slot`, has ended."""
@@ -42,8 +78,63 @@ class StepResults:
         """Copies of (tokens, failed), (sequences,) each, of a step that is done. Token -1: the sequence did not
         sample.
         """
-        tokens, failed = self.words[slot, RESULT_HEADER_WORDS:].reshape(2, self.capacity)[:, :sequences].copy()
+        tokens, failed = self._outcomes[slot, :, :sequences].copy()
         return tokens, failed
+
+    def read_log_probs(self, slot: int, places: Int64Array, likeliest: int) -> LogProbWords:
+        """Of the sequences at `places` of a step that is done, all of which sampled and ask for so many, or fewer."""
+        return read_records(self._records[slot, places], likeliest)
+
+
+@dataclass(frozen=True, slots=True)
+class TeamShape:
+    """How many blocks share a row, and what they keep of it."""
+
+    blocks: int
+    is_resident: bool  # the row is brought into their shared memory
+    shared_bytes: int  # of each
+
+    @classmethod
+    def of(cls, capability: int, vocabulary: int, *, largest: bool) -> "TeamShape":
+        """The smallest team that leaves a multiprocessor room for two blocks, or the largest there is.
+
+        Before Hopper blocks do not see each other's shared memory: a block a row reads global memory.
+        """
+        if capability < 90:
+            return cls(1, is_resident=False, shared_bytes=FIXED_BYTES)
+        quads = (vocabulary + 6) // 4  # a row may begin anywhere in its first one
+        for blocks in (1, 2, 4, LARGEST_TEAM):
+            shared_bytes = FIXED_BYTES + 16 * -(-quads // blocks)
+            if shared_bytes <= SHARED_BYTES and not largest:
+                break
+        if shared_bytes > BLOCK_BYTES:
+            return cls(LARGEST_TEAM, is_resident=False, shared_bytes=FIXED_BYTES)
+        return cls(blocks, is_resident=True, shared_bytes=shared_bytes)
+
+
+class _Teams:
+    """One kernel of sample.cu with the team that suits the number of rows."""
+
+    def __init__(self, loader: KernelLoader, name: str, signature: str, vocabulary: int) -> None:
+        if vocabulary > MAX_VOCABULARY:
+            raise ShapeMismatch(f"a vocabulary of {vocabulary}: sums hold {MAX_VOCABULARY} tokens")
+        self._kernels: list[tuple[Kernel, int]] = []
+        for largest in (True, False):
+            shape = TeamShape.of(loader.capability, vocabulary, largest=largest)
+            spec = KernelSpec(
+                f"{name}<{'true' if shape.is_resident else 'false'}>",
+                signature,
+                THREADS,
+                shared_bytes=shape.shared_bytes,
+                overlap=True,
+                cluster=shape.blocks,
+            )
+            (kernel,) = loader.load("sample.cu", [spec])
+            self._kernels.append((kernel, shape.blocks))
+
+    def launch(self, stream: int, rows: int, *arguments: Tensor | int) -> None:
+        kernel, blocks = self._kernels[rows > FEW_SEQUENCES]
+        kernel.launch(stream, rows * blocks, *arguments)
 
 
 class Sample:
@@ -53,34 +144,44 @@ class Sample:
         if results.capacity < state.max_sequences:
             raise ShapeMismatch(f"results of {results.capacity} sequences for steps of {state.max_sequences}")
         self.state, self.results, self.vocabulary = state, results, vocabulary
-        specs = [
-            KernelSpec("sample_scan", "PPPPi", 256, overlap=True),
-            KernelSpec("sample_finish", "PPPPPPPPPPPPPPPPii", 1024, overlap=True),
-        ]
-        self._scan, self._finish = loader.load("sample.cu", specs)
+        self._sample = _Teams(loader, "sample", "PPPPPPPPPPPPii", vocabulary)
         device = state.upload.device
-        self._partials = torch.zeros(state.max_sequences, SLICES, dtype=torch.int64, device=device)
-        self._not_finite = torch.zeros(state.max_sequences, SLICES, dtype=torch.int32, device=device)
         self._outcome = torch.zeros(2, results.capacity, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __call__(self, stream: int, logits: Tensor, padded_sequences: int) -> None:
+    def __call__(self, stream: int, logits: Tensor, masked: Tensor, padded_sequences: int) -> None:
         """Sample for every sequence of the step with samples set, and report the step as done.
 
-        logits (padded_sequences, V) float32, row s of sequence s; rows that do not sample are not read. Every step ends
-        with this call, also one in which nobody samples: it reports the failed flags, and clears them.
+        logits (padded_sequences, V) float32, row s of sequence s, adjusted; masked (max_sequences,) int32: what
+        cuda.adjust says of them. Rows that do not sample are not read. Every step ends with this call, also one in
+        which nobody samples: it reports the failed flags, and clears them.
         """
         state, results = self.state, self.results
         check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
         if padded_sequences == 0:
             raise ShapeMismatch("a step has at least one sequence")
-        self._scan.launch(
-            stream, (SLICES, padded_sequences), logits, state.samples, self._partials,
-            self._not_finite, self.vocabulary,
+        self._sample.launch(
+            stream, padded_sequences, logits, state.rows, state.samples, state.lengths, state.settings, masked,
+            state.failed, state.last_tokens, state.upload, self._outcome, results.tensor, self._ticket,
+            self.vocabulary, results.capacity,
         )  # fmt: skip
-        self._finish.launch(
-            stream, padded_sequences, logits, state.rows, state.samples, state.lengths,
-            state.temperatures, state.top_ks, state.top_ps, state.seeds,
-            self._partials, self._not_finite, state.failed, state.last_tokens,
-            state.upload, self._outcome, results.tensor, self._ticket, self.vocabulary, results.capacity,
-        )  # fmt: skip
+
+
+class LogProbRecords:
+    """Log-probabilities of given tokens, of logits as they are."""
+
+    def __init__(self, loader: KernelLoader, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self._log_probs = _Teams(loader, "log_probs", "PPPii", vocabulary)
+
+    def __call__(self, stream: int, logits: Tensor, targets: Tensor, likeliest: int, records: Tensor) -> None:
+        """logits (N, V) float32; targets (N,) int32; records (N, RECORD_WORDS) int32, written."""
+        rows = len(targets)
+        check_tensor("logits", logits, (rows, self.vocabulary), torch.float32)
+        check_tensor("targets", targets, (rows,), torch.int32)
+        check_tensor("records", records, (rows, RECORD_WORDS), torch.int32)
+        if not 0 <= likeliest <= MAX_LIKELIEST:
+            raise ShapeMismatch(f"the {likeliest} likeliest: 0 to {MAX_LIKELIEST} can be reported")
+        if rows:
+            likeliest = min(likeliest, self.vocabulary)
+            self._log_probs.launch(stream, rows, logits, targets, records, likeliest, self.vocabulary)

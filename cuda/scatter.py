@@ -4,14 +4,13 @@ The host packs a step into one page-locked buffer of int32 words (`pack`); one c
 the kernel spreads it. So a decode step of a thousand sequences costs one copy and one launch, and both can be in a
 graph: sizes and places are read from the upload's header.
 
-    word   0 step    1 sequences   2 tokens   3 decodes   4 table changes   5 settings   6 result slot
+    word   0 step    1 sequences   2 tokens   3 decodes   4 table changes   5 settings   6 result slot   7 likeliest
     words  8-15      where the sections begin: rows, starts, query_starts, samples, token_ids, changes, settings, copies
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,25 +20,56 @@ from mm.addresses import BoolArray, Int32Array
 from mm.page_copies import PageCopies, TableChanges
 
 HEADER_WORDS = 16
-SETTING_WORDS = 7  # row, temperature, top_k, seed (2), top_p (2)
 THREADS = 256
 MAX_BLOCKS = 64  # of the scatter kernel: threads take elements in turn
 
 
+SETTINGS = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("top_p", np.float64),
+        ("typical_p", np.float64),
+        ("least_mass", np.uint64),  # floor(min_p * 2**40)
+        ("history", np.uint64),  # device address of the row's tokens by position, or 0
+        ("lists", np.uint64),  # device address of what adjust.cu applies, or 0
+        ("temperature", np.float32),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("top_k", np.int32),
+        ("log_probs", np.int32),  # likeliest tokens that it asks for; -1: nothing
+        ("prompt", np.int32),  # tokens of the prompt
+        ("min_tokens", np.int32),
+        ("adjusts", np.int32),  # whether adjust.cu has anything to do
+        ("unused", np.int32, 3),
+    ]
+)
+"""How a row samples, as settings.cuh has it. What the fields mean is written in model/sampler.py."""
+
+SETTING_WORDS = SETTINGS.itemsize // 4
+
+SettingsArray = np.ndarray[tuple[int], np.dtype[np.void]]
+"""(N,) of SETTINGS."""
+
+
+def greedy_settings(rows: int) -> SettingsArray:
+    """Rows that ask for nothing."""
+    settings = np.zeros(rows, SETTINGS)
+    settings["top_p"] = settings["typical_p"] = settings["repetition"] = 1.0
+    settings["log_probs"] = -1
+    return settings
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingChanges:
-    """Settings to store for rows; (N,) each. What they mean is written in model/sampler.py."""
+    """Settings to store for rows; (N,) each."""
 
     rows: Int32Array
-    temperatures: npt.NDArray[np.float32]
-    top_ks: Int32Array
-    top_ps: npt.NDArray[np.float64]
-    seeds: npt.NDArray[np.uint64]
+    settings: SettingsArray
 
 
 def _no_settings() -> SamplingChanges:
-    none = np.empty(0, np.int32)
-    return SamplingChanges(none, np.empty(0, np.float32), none, np.empty(0, np.float64), np.empty(0, np.uint64))
+    return SamplingChanges(np.empty(0, np.int32), np.empty(0, SETTINGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,7 @@ class StepUpload:
     samples: BoolArray
     decodes: int
     result_slot: int = 0
+    likeliest: int = 0  # likeliest tokens to report for every sequence that asks for log-probabilities
     changes: TableChanges = field(default_factory=TableChanges)
     settings: SamplingChanges = field(default_factory=_no_settings)
     copies: PageCopies = field(default_factory=PageCopies)
@@ -61,7 +92,7 @@ class StepUpload:
 
 def words_for(*, sequences: int, tokens: int, changes: int, settings: int, copies: int) -> int:
     """Words of an upload of these sizes."""
-    return HEADER_WORDS + 4 * sequences + 1 + tokens + 3 * changes + SETTING_WORDS * settings + 2 * copies
+    return HEADER_WORDS + 4 * sequences + 1 + tokens + 3 * changes + (1 + SETTING_WORDS) * settings + 2 * copies
 
 
 def pack(upload: StepUpload, words: Int32Array) -> int:
@@ -74,7 +105,7 @@ def pack(upload: StepUpload, words: Int32Array) -> int:
     arrays = [upload.rows, upload.starts, upload.query_starts, upload.samples, upload.token_ids]
     arrays += [changes.rows, changes.pages, changes.frames]
     if len(settings.rows):
-        arrays += _settings_words(settings)
+        arrays.append(_settings_words(settings))
     arrays += [copies.sources, copies.targets]
     rows_at = HEADER_WORDS
     starts_at = rows_at + sequences
@@ -83,12 +114,21 @@ def pack(upload: StepUpload, words: Int32Array) -> int:
     token_ids_at = samples_at + sequences
     changes_at = token_ids_at + tokens
     settings_at = changes_at + 3 * len(changes)
-    copies_at = settings_at + SETTING_WORDS * len(settings.rows)
+    copies_at = settings_at + (1 + SETTING_WORDS) * len(settings.rows)
     used = copies_at + 2 * len(copies)
     if used > len(words):
         raise ShapeMismatch(f"an upload of {used} words does not fit into {len(words)}")
     words[:HEADER_WORDS] = (
-        *(upload.step, sequences, tokens, upload.decodes, len(changes), len(settings.rows), upload.result_slot, 0),
+        *(
+            upload.step,
+            sequences,
+            tokens,
+            upload.decodes,
+            len(changes),
+            len(settings.rows),
+            upload.result_slot,
+            upload.likeliest,
+        ),
         *(rows_at, starts_at, query_starts_at, samples_at, token_ids_at, changes_at, settings_at, copies_at),
     )
     np.concatenate(arrays, out=words[HEADER_WORDS:used])  # one call: this runs in every step
@@ -101,19 +141,12 @@ def copies_of(upload: Tensor, words: Int32Array, count: int) -> tuple[Tensor, Te
     return upload[begin : begin + count], upload[begin + count : begin + 2 * count]
 
 
-def _settings_words(settings: SamplingChanges) -> tuple[Int32Array, ...]:
-    """The sections' arrays, 64-bit numbers as two words each, the low one first."""
-    seeds = settings.seeds.view(np.int32).reshape(-1, 2)
-    top_ps = settings.top_ps.view(np.int32).reshape(-1, 2)
-    return (
-        settings.rows,
-        settings.temperatures.view(np.int32),
-        settings.top_ks,
-        seeds[:, 0],
-        seeds[:, 1],
-        top_ps[:, 0],
-        top_ps[:, 1],
-    )
+def _settings_words(settings: SamplingChanges) -> Int32Array:
+    """Each row, and the words of its settings after it."""
+    words = np.empty((len(settings.rows), 1 + SETTING_WORDS), np.int32)
+    words[:, 0] = settings.rows
+    words[:, 1:] = settings.settings.view(np.int32).reshape(-1, SETTING_WORDS)
+    return words.ravel()
 
 
 class DeviceState:
@@ -136,15 +169,13 @@ class DeviceState:
     ) -> None:
         """max_sequences, max_tokens: of one step, padding counted."""
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.upload = zeros(upload_words)
         self.page_tables = zeros(max_rows, max_pages)
-        self.temperatures = zeros(max_rows, dtype=torch.float32)
-        self.top_ks = zeros(max_rows)
-        self.top_ps = torch.ones(max_rows, dtype=torch.float64, device=device)
-        self.seeds = zeros(max_rows, dtype=torch.int64)  # bit patterns of uint64
+        greedy = greedy_settings(max_rows).view(np.int32).reshape(-1, SETTING_WORDS)
+        self.settings = torch.from_numpy(greedy).to(device)  # (max_rows, SETTING_WORDS)
         self.last_tokens = zeros(max_rows)
         self.failed = zeros(max_rows)
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
@@ -163,7 +194,7 @@ class Scatter:
 
     def __init__(self, loader: KernelLoader, state: DeviceState) -> None:
         self.state = state
-        (self._kernel,) = loader.load("scatter.cu", [KernelSpec("scatter", "PPPPPPPPPiiiii", THREADS)])
+        (self._kernel,) = loader.load("scatter.cu", [KernelSpec("scatter", "PPPPPPiiiii", THREADS)])
 
     def __call__(self, stream: int, padded_sequences: int, padded_tokens: int) -> None:
         """Carry out state.upload. Step arrays are filled up to the padded sizes: no sequence (row -1, length 0), no
@@ -177,8 +208,7 @@ class Scatter:
             )
         grid = min(MAX_BLOCKS, max(padded_sequences + 1, padded_tokens) // THREADS + 4)
         self._kernel.launch(
-            stream, grid, state.upload, state.page_tables, state.temperatures, state.top_ks,
-            state.top_ps, state.seeds, state.sequences, state.tokens, state.last_tokens,
-            state.page_tables.shape[1], state.sequences.shape[1], state.tokens.shape[1],
+            stream, grid, state.upload, state.page_tables, state.settings, state.sequences, state.tokens,
+            state.last_tokens, state.page_tables.shape[1], state.sequences.shape[1], state.tokens.shape[1],
             padded_sequences, padded_tokens,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mm.addresses import PAGE_SIZE
 from mm.backing_store import BackingStore
@@ -25,11 +26,14 @@ from model.batch import forward_batch
 from model.config import ModelConfig
 from model.cpu_kernels import CpuKernels
 from model.cpu_threads import ThreadCounts, choose_threads, usable_cores
+from model.kernels import SCORED_AT_ONCE
 from model.kv_pool import KvPool, frame_bytes
+from model.log_probs import joined, log_probs
 from model.native_kernels import NativeKernels
 from model.parameters import Parameters
-from model.sampler import SamplingRows, sample
-from model.step_plan import StepPlan, StepResult
+from model.sampler import Sampled, sample
+from model.sampling_rows import SamplingRows
+from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 
 
 class CpuTicket:
@@ -200,14 +204,32 @@ class CpuExecutor:
             return StepResult(tokens, np.zeros(len(plan.rows), np.bool_))
 
         batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
-        scores, failed = self._kernels.compute(batch)  # (N, V), (S,)
+        scores, failed = self._kernels.compute(batch, 0 if plan.scored is None else len(plan.scored.places))
+        sampled = None
         if plan.samples.any():
-            rows = plan.rows[plan.samples]
-            sampled, bad = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
-            tokens[plan.samples] = sampled.numpy()
-            failed[plan.samples] |= bad.numpy()
-            self._last_tokens[rows] = tokens[plan.samples]
-        return StepResult(tokens, failed)
+            sampled = self._sample(plan, scores)
+            tokens[plan.samples] = sampled.tokens.numpy()
+            failed[plan.samples] |= sampled.failed.numpy()
+        scored = None if plan.scored is None else self._score(plan.scored)
+        return StepResult(tokens, failed, None if sampled is None else sampled.logprobs, scored)
+
+    def _sample(self, plan: StepPlan, scores: Tensor) -> Sampled:
+        """Sample for the rows that do, from their logits `scores` (N, V); they keep what comes out."""
+        rows = plan.rows[plan.samples]
+        sampled = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
+        tokens = sampled.tokens.numpy().astype(np.int32)
+        self._last_tokens[rows] = tokens
+        self._settings.add(rows, tokens)
+        return sampled
+
+    def _score(self, scored: ScoredTokens) -> LogProbs:
+        """Step E of the sampler's definition. The logits of all places at once might not fit into memory."""
+        places, targets = (torch.from_numpy(ids.astype(np.int64)) for ids in (scored.places, scored.targets))
+        parts = [
+            log_probs(self._kernels.logits_at(piece), wanted, scored.likeliest)
+            for piece, wanted in zip(places.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        ]
+        return joined(parts)
 
 
 def choose_dtype(config: ModelConfig, requested: str = "auto") -> torch.dtype:

@@ -70,6 +70,7 @@ class CpuKernels(Kernels[CpuStep]):
         self._norm_eps = torch.tensor(config.norm_eps)
         self._packs = _can_pack(self._dtype)
         self._parameters: Parameters | None = None
+        self._hidden = torch.empty(0)  # (T, hidden) of the last step
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 
@@ -92,16 +93,20 @@ class CpuKernels(Kernels[CpuStep]):
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
-    def compute(self, batch: ForwardBatch) -> tuple[Tensor, BoolArray]:
-        """Run the network.
+    def compute(self, batch: ForwardBatch, scored: int = 0) -> tuple[Tensor, BoolArray]:
+        """Run the network. scored: tokens for which `logits_at` will be called after it.
 
         Returns ((N, V) float32 logits of the tokens `batch.sampled`; (S,) whether the row failed (`failed_rows`)).
         """
         assert self._parameters is not None, "prepare comes first"
         step = self.step(batch)
-        hidden = forward(self._parameters, step, self)  # (T, hidden)
-        scores = logits(self._parameters, hidden[batch.sampled], self)  # only rows that sample need the output matrix
-        return scores, failed_rows(step, hidden)
+        self._hidden = forward(self._parameters, step, self)  # (T, hidden)
+        return self.logits_at(batch.sampled), failed_rows(step, self._hidden)
+
+    def logits_at(self, places: Tensor) -> Tensor:
+        """(N, V) float32 logits of the tokens `places` (N,) int64 of the last step."""
+        assert self._parameters is not None, "prepare comes first"
+        return logits(self._parameters, self._hidden[places], self)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,11 +1,12 @@
 """Carries plans out on a GPU. The caller's thread enqueues a step and goes on; the device says itself when it is done.
 
     host     pack ─▶ page-locked words ─┐                                     ┌─▶ result words, the step number last
-    device                              └▶ copy ─▶ scatter ─▶ … forward … ─▶ sample
-                                                   └────── one graph, if all rows decode ──────┘
+    device                              └▶ copy ─▶ scatter ─▶ … forward … ─▶ adjust ─▶ sample
+                                                   └──── one graph, of a step that is not large ────┘
 
 A batch is *persistent*: page tables, last tokens and settings stay on the device by row. A step brings what changed in
-one upload. If every row decodes, a step replays a graph captured for the next larger batch size; others run eagerly.
+one upload. A step replays a graph captured for the next larger sizes; large ones, and those that score a prompt's
+tokens, are launched kernel by kernel.
 
 Trap: everything is enqueued on one stream of this executor's own; it becomes the submitting thread's current stream.
 """
@@ -18,20 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cuda.adjust import Adjust, adjust_bytes
 from cuda.frames import FrameLayout, FramePool
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
-from cuda.sample import Sample, StepResults
+from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from cuda.shared_prefix import part_floats
+from mm.addresses import PAGE_SIZE, Int64Array
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
 from model.config import ModelConfig
 from model.cuda_kernels import THIN_ROWS, CudaKernels, CudaStep
+from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import OutOfDeviceMemory
 from model.parameters import Parameters
-from model.step_plan import RowSettings, StepPlan, StepResult
+from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.swap_mover import SwapMover
 from model.transformer import forward
 
@@ -83,6 +87,19 @@ MIXED_SEQUENCES = (8, 64, 256)
 """Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
 computes long enough for the host to launch it kernel by kernel."""
 
+SCORED_AT_ONCE = 256
+"""Places that go through the output matrix together, at most."""
+
+
+@dataclass(slots=True)
+class Reports:
+    """What a step's result has beside tokens and flags."""
+
+    places: Int64Array  # (N,) sequences whose log-probabilities are wanted,
+    likeliest: int  # so many of the likeliest
+    scored_likeliest: int  # the same of the plan's scored tokens
+    scored: Tensor | None = None  # (N, RECORD_WORDS) page-locked: theirs
+
 
 @dataclass(slots=True)
 class CudaTicket:
@@ -91,6 +108,7 @@ class CudaTicket:
     step: int
     slot: int
     sequences: int
+    reports: Reports
     executor: "CudaExecutor"
 
     def is_done(self) -> bool:
@@ -105,8 +123,22 @@ class CudaTicket:
                 checked = time.monotonic()
                 if self.executor.stream.query() and not self.is_done():  # raises the device's error, if there is one
                     raise RuntimeError(f"step {self.step} ended on the device without a result")
-        tokens, failed = self.executor.results.read(self.slot, self.sequences)
-        return StepResult(tokens, failed != 0)
+        return read_result(self.executor.results, self.slot, self.sequences, self.reports)
+
+
+def read_result(results: StepResults, slot: int, sequences: int, reports: Reports) -> StepResult:
+    """The result of a step that is done."""
+    tokens, failed = results.read(slot, sequences)
+    log_probs, scored = None, None
+    if len(reports.places):
+        log_probs = _log_probs(results.read_log_probs(slot, reports.places, reports.likeliest))
+    if reports.scored is not None:
+        scored = _log_probs(read_records(reports.scored.numpy(), reports.scored_likeliest))
+    return StepResult(tokens, failed != 0, log_probs, scored)
+
+
+def _log_probs(words: LogProbWords) -> LogProbs:
+    return LogProbs(words.chosen, words.ranks, words.ids, words.values)
 
 
 class DeviceProgram:
@@ -155,6 +187,7 @@ class DeviceProgram:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if frames is None:
             buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_running)
+            buffers += row_memory_bytes(max_rows, max_pages * PAGE_SIZE)
             frames = _frames_that_fit(layout, utilization, buffers, max_running * max_pages)
         self.pool = FramePool(layout, frames, device)
         self.kernels = CudaKernels(config, loader, self.pool, self.state, thin_rows=thin_rows)
@@ -165,11 +198,21 @@ class DeviceProgram:
         self._group_uploads = torch.zeros(RING, group_words, dtype=torch.int32, pin_memory=page_locked)
         self._scatter = Scatter(loader, self.state)
         self._copy = PageCopy(loader, self.pool)
+        self.rows = CudaRows(max_rows, config.vocabulary, device, page_locked=page_locked)
+        self._adjust = Adjust(loader, self.state, config.vocabulary)
         self._sample = Sample(loader, self.state, self.results, config.vocabulary)
+        self._record = LogProbRecords(loader, config.vocabulary)
+        self._records = torch.zeros(SCORED_AT_ONCE, RECORD_WORDS, dtype=torch.int32, device=device)
+        self._page_locked = page_locked
+        self._vocabulary = config.vocabulary
 
-    def upload(self, plan: StepPlan, slot: int, stream: int) -> None:
+    def upload(self, plan: StepPlan, slot: int, stream: int) -> Reports:
         """Enqueue the copy of a plan to the device, and its page copies. `stream` must be torch's current one."""
-        words, upload = self._upload_words[slot], _upload_of(plan, slot)
+        settings = [] if plan.settings is None else [self.rows.store(plan.settings)]
+        if (moved := self.rows.make_room(plan)) is not None:
+            settings.append(moved)
+        places, likeliest = self.rows.reports(plan)
+        words, upload = self._upload_words[slot], _upload_of(plan, slot, likeliest, settings)
         if len(upload.changes) > UPLOADED_CHANGES:
             self._send_ahead(upload.changes)
             upload = replace(upload, changes=TableChanges())
@@ -181,6 +224,8 @@ class DeviceProgram:
         copies = len(plan.orders.copies)
         if copies:
             self._copy(stream, *copies_of(self.state.upload, words, copies))
+        scored_likeliest = 0 if plan.scored is None else min(plan.scored.likeliest, self._vocabulary)
+        return Reports(places, likeliest, scored_likeliest)
 
     def _load_groups(self, plan: StepPlan, slot: int) -> None:
         self._groups, self._groups_pay = plan.groups, False
@@ -217,12 +262,35 @@ class DeviceProgram:
         blocks = self.kernels.prefill_blocks(tokens - plan.decodes, chunks) if chunks else 0
         return CudaStep(stream, sequences, tokens, plan.decodes, blocks, has_groups=self.has_groups(plan))
 
-    def run(self, step: CudaStep) -> None:
-        """Everything of a step that follows its upload. Captured, or launched."""
+    def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
+        """Everything of a step that follows its upload. Captured, or launched.
+
+        Returns the records of the scored tokens, (N, RECORD_WORDS) page-locked: valid once the step is done.
+        """
         self._scatter(step.stream, step.sequences, step.tokens)
         self.kernels.plan(step)
         hidden = forward(self._parameters, step, self.kernels)
-        self._sample(step.stream, self.kernels.logits(hidden, self._parameters, step), step.sequences)
+        records = None if scored is None else self._score(hidden, scored, step.stream)
+        logits = self.kernels.logits(hidden, self._parameters, step)
+        self._adjust(step.stream, logits, step.sequences)
+        self._sample(step.stream, logits, self._adjust.masked, step.sequences)
+        return records
+
+    def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int) -> Tensor:
+        """Log-probabilities of given tokens, some places at a time, in the memory of the step's logits."""
+        count = len(scored.places)
+        records = torch.empty(count, RECORD_WORDS, dtype=torch.int32, pin_memory=self._page_locked)
+        given = torch.empty(2, count, dtype=torch.int32, pin_memory=self._page_locked)
+        given.numpy()[:] = scored.places, scored.targets
+        places, targets = given.to(hidden.device, non_blocking=True)
+        at_once = min(SCORED_AT_ONCE, self.state.max_sequences)
+        for first in range(0, count, at_once):
+            piece = slice(first, min(first + at_once, count))
+            logits = self.kernels.logits_at(hidden, self._parameters, places[piece])
+            target = self._records[: piece.stop - first]
+            self._record(stream, logits, targets[piece], scored.likeliest, target)
+            records[piece].copy_(target, non_blocking=True)
+        return records
 
 
 class CudaExecutor:
@@ -288,12 +356,12 @@ class CudaExecutor:
         if torch._C._cuda_getCurrentRawStream(self._device_index) != self._raw_stream:
             torch.cuda.set_stream(self.stream)  # once per thread: the caller's current stream from now on
         slot, sequences = plan.step % RING, len(plan.rows)
-        self._program.upload(plan, slot, self._raw_stream)
+        reports = self._program.upload(plan, slot, self._raw_stream)
         if (graph := self._graph_for(plan)) is not None:
             graph.replay()
         else:
-            self._program.run(self._program.sizes(plan, self._raw_stream))
-        return CudaTicket(plan.step, slot, sequences, self)
+            reports.scored = self._program.run(self._program.sizes(plan, self._raw_stream), plan.scored)
+        return CudaTicket(plan.step, slot, sequences, reports, self)
 
     @property
     def ready_slots(self) -> int:
@@ -322,6 +390,8 @@ class CudaExecutor:
 
     def _graph_for(self, plan: StepPlan) -> torch.cuda.CUDAGraph | None:
         """The smallest graph that holds the plan. Those of mixed steps know no groups: every row reads for itself."""
+        if plan.scored is not None:
+            return None
         sequences, tokens = len(plan.rows), len(plan.token_ids)
         if plan.decodes == sequences:
             graphs = self._cascade_graphs if self._program.has_groups(plan) else self._decode_graphs
@@ -363,7 +433,7 @@ class CudaExecutor:
         return graph
 
 
-def _upload_of(plan: StepPlan, slot: int) -> StepUpload:
+def _upload_of(plan: StepPlan, slot: int, likeliest: int, settings: list[SamplingChanges]) -> StepUpload:
     return StepUpload(
         step=plan.step,
         rows=plan.rows,
@@ -373,31 +443,32 @@ def _upload_of(plan: StepPlan, slot: int) -> StepUpload:
         samples=plan.samples,
         decodes=plan.decodes,
         result_slot=slot,
+        likeliest=likeliest,
         changes=plan.orders.table_changes,
         copies=plan.orders.copies,
-        **({} if plan.settings is None else {"settings": _sampling_changes(plan.settings)}),
+        **({"settings": joined(settings)} if settings else {}),
     )
 
 
-def _sampling_changes(settings: RowSettings) -> SamplingChanges:
-    chosen = settings.parameters
-    largest = float(np.finfo(np.float32).max)
+def joined(parts: list[SamplingChanges]) -> SamplingChanges:
+    """Changes of different rows."""
+    if len(parts) == 1:
+        return parts[0]
     return SamplingChanges(
-        rows=settings.rows,
-        temperatures=np.array([min(p.temperature, largest) for p in chosen], np.float32),
-        top_ks=np.array([p.top_k for p in chosen], np.int32),
-        top_ps=np.array([p.top_p for p in chosen], np.float64),
-        seeds=np.array([p.seed for p in chosen], np.uint64),
+        np.concatenate([part.rows for part in parts]), np.concatenate([part.settings for part in parts])
     )
 
 
 def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequences: int) -> int:
-    """What CudaKernels allocates: activations of the largest step, its logits, and parts of shared prefixes."""
+    """What CudaKernels and Adjust allocate: activations of the largest step, its logits, parts of shared prefixes, and
+    tables.
+    """
     widths = 4 * config.hidden + (3 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate
     angles = config.max_positions * config.head_dim * 4
     parts = part_floats(config.heads, config.head_dim) * 4
     logits = sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize)
-    return tokens * widths * dtype.itemsize + logits + angles + parts
+    tables = adjust_bytes(sequences, config.vocabulary)
+    return tokens * widths * dtype.itemsize + logits + angles + parts + tables
 
 
 def _frames_that_fit(layout: FrameLayout, utilization: float, buffers: int, useful: int) -> int:

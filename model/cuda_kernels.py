@@ -189,12 +189,16 @@ class CudaKernels(Kernels[CudaStep]):
 
     def logits(self, hidden: Tensor, parameters: Parameters, step: CudaStep) -> Tensor:
         """(sequences, V) float32, of each sequence's last token."""
-        out = self._logits[: step.sequences]
         if (thin := self._thin_for(step.sequences)) is not None:
+            out = self._logits[: step.sequences]
             thin.logits(step.stream, hidden, parameters.head.weight, out)
             return out
-        last = self._last[: step.sequences]
-        torch.index_select(hidden, 0, self._state.last_query[: step.sequences], out=last)
+        return self.logits_at(hidden, parameters, self._state.last_query[: step.sequences])
+
+    def logits_at(self, hidden: Tensor, parameters: Parameters, places: Tensor) -> Tensor:
+        """(N, V) float32, of the tokens at `places` (N,) int32, no more than the sequences of a step."""
+        last, out = self._last[: len(places)], self._logits[: len(places)]
+        torch.index_select(hidden, 0, places, out=last)
         weight = parameters.head.weight.t()
         if self._is_exact:
             return torch.mm(last, weight, out=out)

@@ -18,6 +18,9 @@ from model.parameters import LayerParameters, Linear, Parameters
 Step = TypeVar("Step", contravariant=True)
 """All that one step's kernels read besides weights and pool: each implementation has its own class (`CpuStep`)."""
 
+SCORED_AT_ONCE = 256
+"""Places that go through the output matrix together: 156 MB of logits for 152k tokens."""
+
 
 class Kernels(Protocol[Step]):
     """One object per executor; it knows the pool and the network's sizes. A result may be overwritten by the next call

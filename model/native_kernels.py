@@ -21,7 +21,7 @@ from torch import Tensor
 from mm.addresses import BoolArray
 from model.batch import ForwardBatch
 from model.config import ModelConfig
-from model.kernels import Kernels
+from model.kernels import SCORED_AT_ONCE, Kernels
 from model.kv_pool import KvPool
 from model.parameters import Linear, Parameters
 from model.rope import inverse_frequencies
@@ -93,6 +93,9 @@ class NativeKernels(Kernels[None]):
         self._buffers: dict[Any, Tensor] = {}
         self._recording: list[Operator] = []
         self._program: ctypes.Array[Operator] = (Operator * 0)()
+        self._head: ctypes.Array[Operator] = (Operator * 0)()  # its end: the output matrix
+        self._network_operators = 0  # operators of the program before those of the head
+        self._batch: ForwardBatch | None = None  # of the last step
         self._scores = torch.empty(0)
 
     def close(self) -> None:
@@ -103,21 +106,34 @@ class NativeKernels(Kernels[None]):
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
-    def compute(self, batch: ForwardBatch) -> tuple[Tensor, BoolArray]:
-        """Run the network with as many threads as torch is set to.
+    def compute(self, batch: ForwardBatch, scored: int = 0) -> tuple[Tensor, BoolArray]:
+        """Run the network with as many threads as torch is set to. scored: tokens for which `logits_at` will be called
+        after it.
 
         Returns ((N, V) float32 logits of the tokens `batch.sampled`, valid until the next call; (S,) whether a key, a
         value or the last hidden state of any query token of the row is not finite).
         """
-        tokens, samples = len(batch.token_ids), len(batch.sampled)
+        tokens, samples = len(batch.token_ids), max(len(batch.sampled), min(scored, SCORED_AT_ONCE))
         if tokens > self._tokens or samples > self._samples:  # seldom: sizes double
             self._record_network(_grown(self._tokens, tokens), _grown(self._samples, samples))
         failed = self.run(self._program, batch)
-        return self._scores[:samples], np.logical_or.reduceat(failed, batch.query_starts[:-1])
+        self._batch = batch
+        return self._scores[: len(batch.sampled)], np.logical_or.reduceat(failed, batch.query_starts[:-1])
 
-    def run(self, program: "ctypes.Array[Operator]", batch: ForwardBatch) -> BoolArray:
-        """Run a program; (T,) whether a token's keys, values or checked rows were not finite."""
-        tokens = len(batch.token_ids)
+    def logits_at(self, places: Tensor) -> Tensor:
+        """(N, V) float32 logits of the tokens `places` (N,) int64 of the last step, at most SCORED_AT_ONCE; valid until
+        the next call.
+        """
+        assert self._batch is not None, "compute comes first"
+        self.run(self._head, self._batch, places)
+        return self._scores[: len(places)]
+
+    def run(self, program: "ctypes.Array[Operator]", batch: ForwardBatch, sampled: Tensor | None = None) -> BoolArray:
+        """Run a program, with the tokens `sampled` (N,) int64 (None: of the batch) for what it does of samples.
+
+        Returns (T,) whether a token's keys, values or checked rows were not finite.
+        """
+        tokens, sampled = len(batch.token_ids), batch.sampled if sampled is None else sampled
         token_ids = batch.token_ids.numpy()
         if tokens and not (token_ids.min() >= 0 and token_ids.max() < self._config.vocabulary):
             raise IndexError(f"token ids must be in 0 ... {self._config.vocabulary - 1}")
@@ -132,12 +148,10 @@ class NativeKernels(Kernels[None]):
             "page_tables": np.ascontiguousarray(batch.page_tables, np.int32),
             "lengths": np.ascontiguousarray(batch.lengths, np.int32),
             "query_starts": np.ascontiguousarray(batch.query_starts, np.int32),
-            "sampled": batch.sampled.numpy(),
+            "sampled": sampled.numpy(),
             "failed": np.zeros(tokens, np.bool_),
         }
-        step = Step(
-            tokens=tokens, rows=len(batch.lengths), samples=len(batch.sampled), pages=batch.page_tables.shape[1]
-        )
+        step = Step(tokens=tokens, rows=len(batch.lengths), samples=len(sampled), pages=batch.page_tables.shape[1])
         for name, array in arrays.items():
             setattr(step, name, array.ctypes.data)
         threads = torch.get_num_threads()
@@ -160,11 +174,14 @@ class NativeKernels(Kernels[None]):
             hidden = forward(parameters, None, self)
             self.check(hidden)
             last = self._buffer("last", parameters.norm.shape[0], samples)
+            self._network_operators = len(self._recording)
             self._append(TAKE, last, hidden, of_samples=1)
             self._scores = self._buffer("scores", self._config.vocabulary, samples, torch.float32)
             self._append_linear(last, parameters.head, self._scores, of_samples=1)
 
         self._program = self.record(network, tokens, samples)
+        head = self._recording[self._network_operators :]
+        self._head = (Operator * len(head))(*head)
 
     # --- model.kernels.Kernels: record -------------------------------------------------------------------------------
 

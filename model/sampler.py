@@ -1,177 +1,146 @@
-"""Sampling: from logits to token ids, the same ids whatever else is in the batch.
+"""Sampling: from logits to token ids, the same ids whatever else is in the batch. This is the definition; the CUDA
+kernels follow it to the bit, as far as exp does.
 
-Greedy rows take the largest logit, the lowest id among equals. The others draw:
+A row has logits x (V) float32 and the parameters of `model.step_plan.SamplingParameters`: top_p, min_p and typical_p
+are float64, the others count as float32 and are held within its finite, normal numbers. In this order:
 
-1. weight = exp((logit - max) / temperature) in float32, then **mass = floor(weight * 2**40)**, an integer. Integer
-   sums are the same in any order, so neither the batch nor the device's way of adding can change a draw.
-2. top-k keeps the k largest logits, top-p the fewest largest of those whose mass reaches its share. Among equal logits
-   at the edge the lowest ids are kept.
-3. One number per token: 64 bits r of Philox4x32-10 with key = seed and counter = (position, 0). The token is the
-   first, in id order, whose running sum of kept mass exceeds floor(r * total / 2**64).
+A. Adjust, only for rows that ask, in float32. Results of 1 to 3 are held within its finite numbers.
+   1. repetition_penalty r: each token in prompt or output: x / r if x > 0, else x * r.
+   2. each token that the output has c > 0 times: x -= frequency_penalty * c + presence_penalty.
+   3. logit_bias: x += value.
+   4. minus infinity for what must not come: tokens outside of allowed_token_ids; barred_ids while the output has fewer
+      than min_tokens; the last token of a bad word whose other tokens are the row's last ones, over prompt and output.
+B. Log-probabilities, for rows that ask: of the adjusted logits, before temperature and truncation (model/log_probs.py).
+C. Temperatures below 1e-5 are greedy: the largest adjusted logit, the lowest id among equals.
+D. The others draw. With d = (max - x) / temperature >= 0 in float32, a token's weight is exp(-d) in float32, and its
+   **mass = floor(weight * 2**40)**, an integer: integer sums are the same in any order, so neither the batch nor the
+   device's way of adding can change a draw. Four filters follow; each sees what the one before left. At each edge the
+   lowest ids are kept among equals.
+   1. top_k: the k largest logits.
+   2. top_p: the fewest largest logits whose mass reaches max(1, ceil(top_p * total)), total = mass of what is left.
+   3. min_p: mass >= floor(min_p * 2**40), and the largest logit.
+   4. typical_p: with p = mass / total the entropy is H = ln(total / 2**40) + mean, where
+      **mean = sum of floor(float32(mass) * d) / total**, an integer sum again, its quotient in float64, then float32.
+      So |-ln p - H| = |d - mean| in float32. The fewest tokens with the smallest of these whose mass reaches
+      max(1, ceil(typical_p * total)). Tokens without mass change nothing.
+   One number per token: 64 bits r of Philox4x32-10 with key = seed and counter = (position, 0). The token is the first,
+   in id order, whose running sum of kept mass exceeds floor(r * total / 2**64).
 
-A row whose logits are not all finite is flagged; the id returned for it means nothing (but is a valid id).
+A row fails if a logit is not finite as the network gives it, or if nothing is left after A: it is flagged, and the id
+returned for it means nothing (but is a valid id).
 
-Sources: Salmon 2011 (Philox, Random123); Holtzman 2020 (top-p).
+Sources: Keskar 2019 (repetition penalty); Holtzman 2020 (top-p); Nguyen 2024 (min-p); Meister 2022 (typical); Salmon
+2011 (Philox).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mm.addresses import Int32Array, Int64Array
-from model.step_plan import RowSettings
-
-UInt64Array = npt.NDArray[np.uint64]
+from model.candidates import masses, sums_before
+from model.log_probs import log_probs
+from model.philox import below, random_words
+from model.sampling_rows import SamplingRows
+from model.step_plan import LogProbs
+from model.truncation import kept_tokens
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: the second-best logit would have to be closer than 1e-4 to be drawn at all, and
 equal logits would be drawn at random where a person who asks for temperature 1e-8 expects no chance at all."""
 
-MASS_BITS = 40
-"""2**40 for the likeliest token: the sum over 2**22 tokens still fits into 63 bits."""
 
-FIRST_WIDTH = 256
-"""Candidates that top-p looks at first. They nearly always hold its share; if not, the search widens."""
+class Sampled(NamedTuple):
+    """What N rows sampled."""
 
-
-@dataclass(slots=True)
-class SamplingRows:
-    """The settings of some rows, as arrays (N,)."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: Int64Array  # 0: off
-    top_p: npt.NDArray[np.float64]  # 1: off
-    seed: UInt64Array
-
-    @classmethod
-    def greedy(cls, rows: int) -> "SamplingRows":
-        return cls(np.zeros(rows, np.float32), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows, np.uint64))
-
-    def store(self, settings: RowSettings) -> None:
-        """Overwrite the rows that `settings` names."""
-        for row, parameters in zip(settings.rows, settings.parameters, strict=True):
-            self.temperature[row] = min(parameters.temperature, float(np.finfo(np.float32).max))
-            self.top_k[row] = parameters.top_k
-            self.top_p[row] = parameters.top_p
-            self.seed[row] = parameters.seed
-
-    def take(self, rows: Int32Array | Int64Array) -> "SamplingRows":
-        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.seed[rows])
+    tokens: Tensor  # (N,) int64
+    failed: Tensor  # (N,) bool
+    logprobs: LogProbs | None  # of the rows that ask, in order; None if nobody does
 
 
-def sample(logits: Tensor, rows: SamplingRows, positions: Int64Array) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows, positions: Int64Array) -> Sampled:
     """Choose one token a row.
 
-    logits (N, V) float32, on any device; positions (N,): where each new token will stand in its Sequence.
-    Returns (tokens (N,) int64, failed (N,) bool: the row's logits were not finite).
+    logits (N, V) float32, on the CPU: overwritten by the adjusted ones. positions (N,): where each new token will stand
+    in its Sequence. `rows` does not learn what was sampled: SamplingRows.add.
     """
-    drawn = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
     highest = logits.amax(-1)
     failed = ~(highest.isfinite() & logits.amin(-1).isfinite())
-    if len(drawn) == 0:
-        return logits.argmax(-1), failed
-    if len(drawn) == len(rows.temperature):
-        return _draw(logits, highest, rows, positions), failed
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    greedy = _index(np.flatnonzero(rows.temperature < GREEDY_BELOW), logits)
-    tokens[greedy] = logits[greedy].argmax(-1)
-    index = _index(drawn, logits)
-    tokens[index] = _draw(logits[index], highest[index], rows.take(drawn), positions[drawn])
-    return tokens, failed
+    _flatten(logits, highest, failed)
+    adjusted = rows.adjustments.apply(logits, positions)
+    if len(adjusted):
+        for row in adjusted.tolist():  # a copy of these rows would take ten times as long
+            highest[row] = logits[row].amax()
+        nothing_left = highest == -torch.inf
+        _flatten(logits, highest, nothing_left)
+        failed |= nothing_left
+    tokens = _choose(logits, highest, rows, positions)
+    return Sampled(tokens, failed, _report(logits, tokens, rows.logprobs))
+
+
+def _report(logits: Tensor, tokens: Tensor, likeliest: Int32Array) -> LogProbs | None:
+    asking = np.flatnonzero(likeliest >= 0)
+    if not len(asking):
+        return None
+    return log_probs(_rows_of(logits, asking), _rows_of(tokens, asking), int(likeliest[asking].max()))
+
+
+def _flatten(logits: Tensor, highest: Tensor, failed: Tensor) -> None:
+    """Zeros in place of the logits of rows that failed: no step after this has to think of them."""
+    if failed.any():
+        logits[failed] = 0.0
+        highest[failed] = 0.0
+
+
+def _choose(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:
+    """Tokens (N,) of adjusted logits: steps C and D."""
+    is_drawn = rows.temperature >= GREEDY_BELOW
+    if not is_drawn.any():
+        return _greatest(logits, highest, rows, positions)
+    is_limited = rows.are_limited(logits.shape[1])
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for choose, chosen in (
+        (_greatest, ~is_drawn),
+        (_draw, is_drawn & ~is_limited),
+        (_draw_limited, is_drawn & is_limited),
+    ):
+        places = np.flatnonzero(chosen)
+        if len(places):
+            theirs = rows if len(places) == len(logits) else rows.take_adjusted(places)
+            found = choose(_rows_of(logits, places), _rows_of(highest, places), theirs, positions[places])
+            tokens[torch.from_numpy(places)] = found
+    return tokens
+
+
+def _greatest(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:
+    """Tokens (N,) of greedy rows. numpy's argmax is ten times as fast as torch's, and takes the first among equals."""
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _draw(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:
-    """Tokens (N,) of rows that all draw."""
-    vocabulary = logits.shape[1]
-    temperature = torch.from_numpy(rows.temperature).to(logits.device)
-    weights = ((logits - highest[:, None]) / temperature[:, None]).exp_()
-    mass = weights.mul_(float(2**MASS_BITS)).to(torch.int64)  # a power of two: exact; the conversion rounds down
-    limited = np.flatnonzero(((rows.top_k > 0) & (rows.top_k < vocabulary)) | (rows.top_p < 1.0))
-    if len(limited):
-        index = _index(limited, logits)
-        mass[index] = _restricted(mass[index], logits[index], rows.top_k[limited], rows.top_p[limited])
-    running = mass.cumsum(-1)
-    threshold = _high_product(random_words(rows.seed, positions), running[:, -1:])
-    tokens = torch.searchsorted(running, threshold, right=True).squeeze(-1)
-    return tokens.clamp_(0, vocabulary - 1)  # only rows that failed can lie outside
+    """Tokens (N,) of rows that draw among all tokens."""
+    running = masses(_weights(logits, highest, rows)).cumsum(-1)
+    threshold = below(running[:, -1].numpy(), random_words(rows.seed, positions))
+    return torch.searchsorted(running, torch.from_numpy(threshold)[:, None], right=True).squeeze(-1)
 
 
-def _restricted(mass: Tensor, logits: Tensor, top_k: Int64Array, top_p: npt.NDArray[np.float64]) -> Tensor:
-    """`mass` (N, V), 0 for every token that top-k or top-p drops.
-
-    Both keep the first n tokens in the order (larger logit, lower id). So n and the smallest kept logit say all.
-    """
-    vocabulary = logits.shape[1]
-    counts = np.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary)
-    counts_all = torch.from_numpy(counts).to(logits.device)[:, None]  # (N, 1) what top-k keeps
-    shares = torch.from_numpy(top_p).to(logits.device)[:, None]
-    width = int(max(counts[counts < vocabulary].max(initial=0), min(FIRST_WIDTH, vocabulary)))
-    while True:
-        values, ids = logits.topk(width, dim=-1)  # (N, width) falling; the order among equals does not matter here
-        within = torch.arange(width, device=logits.device) < counts_all
-        running = (mass.gather(1, ids) * within).cumsum(-1)
-        total = torch.where(counts_all < vocabulary, running[:, -1:], mass.sum(-1, keepdim=True))
-        wanted = (shares * total).ceil().to(torch.int64).clamp_(min=1)
-        enough = (running[:, -1:] >= wanted) | (counts_all < vocabulary)
-        if width == vocabulary or bool(enough.all()):
-            break
-        width = min(vocabulary, 8 * width)
-    kept = ((running < wanted).sum(-1, keepdim=True) + 1).clamp_(max=width)  # the fewest that reach the share
-    kept = torch.where(shares < 1, kept, counts_all)
-    edge = values.gather(1, kept - 1)
-    above = (values > edge).sum(-1, keepdim=True)
-    equal = logits == edge
-    keep = (logits > edge) | (equal & (equal.cumsum(-1) <= kept - above))
-    return mass * keep
+def _draw_limited(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:
+    """Tokens (N,) of rows that draw among the tokens that their filters keep."""
+    kept = kept_tokens(logits, _weights(logits, highest, rows), highest, rows)
+    threshold = below(kept.sums(kept.mass), random_words(rows.seed, positions))
+    running = sums_before(kept.rows, kept.mass) + kept.mass
+    passed = kept.sums(running <= threshold[kept.rows])
+    return torch.from_numpy(kept.ids[kept.starts() + passed])
 
 
-def _index(rows: Int64Array, like: Tensor) -> Tensor:
-    return torch.from_numpy(rows).to(like.device)
+def _weights(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
+    """(N, V) float32, 1 for the likeliest token."""
+    temperature = torch.from_numpy(rows.temperature)
+    return logits.sub(highest[:, None]).div_(temperature[:, None]).exp_()
 
 
-# --- Random numbers --------------------------------------------------------------------------------------------------
-
-
-def random_words(seeds: UInt64Array, positions: Int64Array) -> UInt64Array:
-    """(N,) 64 random bits each: the first two words of Philox4x32-10, key = seed, counter = (position, 0)."""
-    counter = np.zeros((len(seeds), 4), np.uint64)
-    counter[:, 0] = positions.astype(np.uint64) & _LOW
-    counter[:, 1] = positions.astype(np.uint64) >> _HALF
-    words = philox(counter, np.stack((seeds & _LOW, seeds >> _HALF), axis=1))
-    return words[:, 0] | (words[:, 1] << _HALF)
-
-
-_LOW, _HALF = np.uint64(0xFFFF_FFFF), np.uint64(32)
-_MULTIPLIERS = np.array([0xD251_1F53, 0xCD9E_8D57], np.uint64)
-_WEYL = np.array([0x9E37_79B9, 0xBB67_AE85], np.uint64)  # golden ratio, sqrt(3) - 1
-
-
-def philox(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
-    """Philox4x32-10 of counters (N, 4) and keys (N, 2): 32-bit words, each in a uint64. Returns (N, 4)."""
-    words, key = counter.copy(), key.copy()
-    for _ in range(10):
-        product = words[:, [0, 2]] * _MULTIPLIERS  # 32 x 32 bits: exact in 64
-        high, low = product >> _HALF, product & _LOW
-        words = np.stack(
-            (high[:, 1] ^ words[:, 1] ^ key[:, 0], low[:, 1], high[:, 0] ^ words[:, 3] ^ key[:, 1], low[:, 0]), axis=1
-        )
-        key = (key + _WEYL) & _LOW
-    return words
-
-
-def _high_product(random: UInt64Array, total: Tensor) -> Tensor:
-    """floor(random * total / 2**64): uniform in [0, total). random (N,) uint64; total (N, 1) int64, not negative.
-
-    By halves of 32 bits, because torch has no 128-bit product. Bit patterns of int64 are those of uint64, and shifting
-    right is followed by a mask, so the sign never matters.
-    """
-    low32 = 0xFFFF_FFFF
-    r_low = torch.from_numpy((random & _LOW).astype(np.int64)).to(total.device)[:, None]
-    r_high = torch.from_numpy((random >> _HALF).astype(np.int64)).to(total.device)[:, None]
-    t_low, t_high = total & low32, (total >> 32) & low32
-    middle = r_high * t_low + ((r_low * t_low >> 32) & low32)
-    middle_2 = r_low * t_high + (middle & low32)
-    return r_high * t_high + ((middle >> 32) & low32) + ((middle_2 >> 32) & low32)
+def _rows_of(values: Tensor, places: Int64Array) -> Tensor:
+    """values[places], ascending; no copy, if that is all of them."""
+    return values if len(places) == len(values) else values[torch.from_numpy(places)]

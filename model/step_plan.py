@@ -45,10 +45,13 @@ class SamplingParameters(msgspec.Struct, frozen=True):
         return self.temperature == 0.0
 
     @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def needs_history(self) -> bool:
         """Whether the draw depends on the tokens before."""
-        penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return penalties or any(len(word) > 1 for word in self.bad_words)
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
 MAX_LOGPROBS = 32

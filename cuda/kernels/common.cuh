@@ -2,6 +2,7 @@
 #include "ptx.cuh"
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)  // NVRTC has no INFINITY
+#define LARGEST_FLOAT 3.4028234663852886e38f
 #define ALL_LANES 0xffffffffu
 
 constexpr int PAGE_SIZE = 16;  // tokens in a page

@@ -124,6 +124,36 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// ---- Hopper: blocks of a cluster, which see each other's shared memory (before it, every block is alone) -------------
+#ifdef HOPPER
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ int cluster_size() {
+  int size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+// A barrier of all threads of the cluster in two halves; a thread that ends counts as arrived. Between them a thread may
+// do what concerns no other block.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// Where `p`, in this block's shared memory, lies in that of block `rank`, which must not have ended
+template <class T> __device__ __forceinline__ T* of_block(T* p, int rank) {
+  u64 there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"((u64)p), "r"(rank));
+  return (T*)there;
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() { __syncthreads(); }
+template <class T> __device__ __forceinline__ T* of_block(T* p, int) { return p; }
+#endif
+
 // ---- Hopper: bulk copies that report to an mbarrier in shared memory ------------------------------------------------
 #ifdef HOPPER
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

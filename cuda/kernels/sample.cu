@@ -1,271 +1,455 @@
-// sample: from logits to tokens, by the definition of model/sampler.py, whatever else is in the batch.
+// sample: from adjusted logits to tokens and log-probabilities, by the definition of model/sampler.py, whatever else is
+// in the batch.
 //
-// sample_scan, grid (SLICES, S): the largest logit of each slice (lowest id among equals), and whether all are finite.
-// sample_finish, grid S, a block a sequence: greedy rows (temperature < 1e-5) are done with the largest logit. Others:
-//     mass = floor(exp((logit - largest) / temperature) * 2^40), an integer: sums are the same in any order
-//     top-k keeps the k largest logits; top-p the fewest largest whose mass reaches ceil(p * total); ties: lowest ids
-//     the token is the first, in id order, whose running sum of kept mass exceeds floor(r * total / 2^64), where r is
-//     64 bits of Philox4x32-10 with key = seed and counter = (position of the new token, 0)
-//   The edge of top-k and top-p is a key (a float's bits, ordered as unsigned), found 11 bits at a time from histograms
-//   of count or mass: 3 reads of the row each, no sort. Reads of a row: 1 greedy, 2 with a temperature, 9 with all.
+// sample<RESIDENT>, grid S teams: a team of blocks (a cluster) a sequence; sampling.cuh says how it works. By what the
+// row asks, the passes over its logits are:
+//     greedy                1: the largest
+//     temperature           2, and the span of one warp: the largest; the masses
+//     top-k up to MANY      2: the largest; the candidates. Then the first block alone, with whatever else is asked
+//     min-p                 2: the largest; the candidates
+//     top-p without top-k   3: the largest; the masses; the candidates
+//     otherwise, and where the candidates are too many: some 6 to 12, by all blocks
+// RESIDENT: passes read shared memory. Rows that do not sample are not read.
 //
-//   logits [S, V] float32; rows, samples, lengths [S] and settings as scatter.cu writes them; header: the upload
-//   partials [S, SLICES] (u64 best, then int not_finite [S, SLICES])
+// log_probs<RESIDENT>, grid N teams: the same of given tokens, of logits as they are.
+//
+//   logits [S, V] float32, V <= 2^19; rows, samples, lengths [S] and settings [R] as scatter.cu writes them
+//   header: the upload. Word 7: how many of the likeliest are reported for each sequence that asks
+//   masked [S]: how many logits adjust.cu made minus infinity, -1 if one was not finite; only where the row is adjusted
 //   failed [R]: set by kv_append; reported for every sequence of the step, and cleared
-//   last_tokens [R]: the new token
-//   outcome [2, capacity] int32: tokens and flags, until the last block brings them to the host
-//   results: page-locked host memory, slots of 16 + 2 * capacity words: the step number at word 0, written last of all;
-//     tokens at word 16 (-1 where the sequence does not sample), failed at word 16 + capacity
+//   last_tokens [R]: the new token. Its place in the row's history, if there is one, gets it too
+//   outcome [2, capacity] int32: tokens and flags, until the last team brings them to the host
+//   results: page-locked host memory, slots of 16 + (2 + RECORD) * capacity words: the step number at word 0, written
+//     last of all; tokens at word 16 (-1 where the sequence does not sample), failed at word 16 + capacity, and at word
+//     16 + (2 + i) * capacity ... the records of the sequences that ask for log-probabilities
+//   a record: 2 + 2 * MAX_LOG_PROBS words: log-probability of the token (float), its rank, ids of the likeliest, theirs
 //   ticket: one u32, 0 before and after
-#include "common.cuh"
+#include "sampling.cuh"
 
-constexpr int SLICES = 8, BINS = 2048, BLOCK = 1024, WARPS = BLOCK / 32;
 constexpr float GREEDY_BELOW = 1e-5f;
+constexpr int RECORD = 2 + 2 * MAX_LOG_PROBS;
 
-__device__ __forceinline__ u32 key_of(float x) {  // larger floats have larger keys; -0 and 0 have one
-  const u32 bits = __float_as_uint(x + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float logit_of(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-__device__ __forceinline__ u64 warp_max_u64(u64 x) {
-#pragma unroll
-  for (int offset = 16; offset; offset >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, offset));
-  return x;
-}
-__device__ __forceinline__ u64 warp_sum_u64(u64 x) {
-#pragma unroll
-  for (int offset = 16; offset; offset >>= 1) x += __shfl_xor_sync(ALL_LANES, x, offset);
-  return x;
-}
-__device__ __forceinline__ u64 warp_running_sum(u64 x, int lane) {  // inclusive
-#pragma unroll
-  for (int offset = 1; offset < 32; offset <<= 1) {
-    const u64 other = __shfl_up_sync(ALL_LANES, x, offset);
-    if (lane >= offset) x += other;
-  }
-  return x;
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-sample_scan(const float* logits, const int* samples, u64* partials, int* not_finite, int V) {
-  __shared__ u64 best_of_warp[8];
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  const int s = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (!samples[s]) return;
-  const float* row = logits + (i64)s * V;
-  const int per_slice = (V + SLICES - 1) / SLICES, begin = blockIdx.x * per_slice, end = min(begin + per_slice, V);
-  u64 best = 0;  // (key, ~id): the maximum is the largest logit, and of equals the lowest id
-  int bad = 0;
-#pragma unroll 8
-  for (int i = begin + threadIdx.x; i < end; i += 256) {
-    const float x = row[i];
-    bad |= !(fabsf(x) <= 3.4028234663852886e38f);
-    best = max(best, (u64)key_of(x) << 32 | (u32)~i);
-  }
-  best = warp_max_u64(best);
-  if (lane == 0) best_of_warp[warp] = best;
-  const int any_bad = __syncthreads_or(bad);
-  if (warp) return;
-  best = warp_max_u64(lane < 8 ? best_of_warp[lane] : 0);
-  if (lane == 0) {
-    partials[s * SLICES + blockIdx.x] = best;
-    not_finite[s * SLICES + blockIdx.x] = any_bad;
-  }
-}
-
-// The first 64 bits of Philox4x32-10 (Salmon 2011) with counter (position, 0, 0, 0)
-__device__ u64 random_word(u64 seed, u32 position) {
-  u32 x0 = position, x1 = 0, x2 = 0, x3 = 0, k0 = (u32)seed, k1 = (u32)(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const u64 a = (u64)x0 * 0xD2511F53u, b = (u64)x2 * 0xCD9E8D57u;
-    x0 = (u32)(b >> 32) ^ x1 ^ k0;
-    x1 = (u32)b;
-    x2 = (u32)(a >> 32) ^ x3 ^ k1;
-    x3 = (u32)a;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return (u64)x1 << 32 | x0;
-}
-
-// One block's view of one row. All its functions are called by all threads of the block.
-struct RowDraw {
-  const float* logits;
-  int V;
-  float largest, temperature;
-  u32 edge = 0;              // kept: keys above the edge, and of those equal to it ids up to edge_id
-  int edge_id = 0x7fffffff;
-  u64* sums;                 // [WARPS] in shared memory
-  u32 *bins_low, *bins_high; // [BINS] each, in shared memory: 64-bit sums in two words
-
-  __device__ __forceinline__ u64 mass(float logit) const {
-    return (u64)(expf((logit - largest) / temperature) * 1099511627776.f);  // 2^40: exact; the conversion rounds down
-  }
-  __device__ __forceinline__ bool is_kept(u32 key, int id) const {
-    return key > edge || (key == edge && id <= edge_id);
-  }
-  __device__ __forceinline__ u64 kept_mass(int id) const {
-    const float logit = logits[id];
-    return is_kept(key_of(logit), id) ? mass(logit) : 0;
-  }
-
-  // sums[w] = weight of the w-th of WARPS equal spans of [begin, begin + size); returns the span of a warp
-  template <class Weight> __device__ __forceinline__ int sum_spans(int begin, int size, Weight weight) {
-    const int span = (size + WARPS - 1) / WARPS, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int first = begin + warp * span, last = min(first + span, begin + size);
-    u64 sum = 0;
-#pragma unroll 4
-    for (int i = first + lane; i < last; i += 32) sum += weight(i);
-    sum = warp_sum_u64(sum);
-    __syncthreads();  // the sums of the time before are read
-    if (lane == 0) sums[warp] = sum;
-    __syncthreads();
-    return span;
-  }
-  __device__ __forceinline__ u64 total() const { return warp_sum_u64(sums[threadIdx.x & 31]); }
-
-  // The first id whose running sum of weights exceeds `threshold`, which is less than their total. Call after
-  // span = sum_spans(0, V, weight).
-  template <class Weight> __device__ __forceinline__ int locate(int span, u64 threshold, Weight weight) {
-    int begin = 0, size = V;
-    while (true) {
-      const u64 own = sums[threadIdx.x & 31], running = warp_running_sum(own, threadIdx.x & 31);
-      const int index = __ffs(__ballot_sync(ALL_LANES, running > threshold)) - 1;
-      threshold -= __shfl_sync(ALL_LANES, running - own, index);
-      begin += index * span;
-      if (span == 1) return begin;
-      size = min(span, size - index * span);
-      span = sum_spans(begin, size, weight);
-    }
-  }
-
-  // Move the edge up: keep, of what is kept now, the fewest largest whose weights reach `wanted` (1 <= wanted <= their
-  // total). weight(id, logit): 1 for a count, the mass for a share
-  template <class Weight> __device__ __forceinline__ void keep_largest(u64 wanted, Weight weight) {
-    __shared__ u32 found_bin;
-    __shared__ u64 found_above, found_weight;
-    u32 prefix = 0;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll 1
-    for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {  // bits 31-21, 20-10, 9-0
-      for (int i = threadIdx.x; i < BINS; i += BLOCK) bins_low[i] = bins_high[i] = 0;
-      __syncthreads();
-      const int width = shift ? 11 : 10;
-      const u32 mask = (1u << width) - 1;
-#pragma unroll 4
-      for (int i = threadIdx.x; i < V; i += BLOCK) {
-        const float logit = logits[i];
-        const u32 key = key_of(logit);
-        if (shift != 21 && key >> (shift + width) != prefix) continue;
-        if (!is_kept(key, i)) continue;
-        const u64 w = weight(logit);
-        if (w == 0) continue;
-        const u32 bin = key >> shift & mask, low = (u32)w, old = atomicAdd(&bins_low[bin], low);
-        const u32 high = (u32)(w >> 32) + (old + low < old);  // the carry, counted once by whoever caused it
-        if (high) atomicAdd(&bins_high[bin], high);
-      }
-      __syncthreads();
-      // thread t: bins BINS-1-2t and BINS-2-2t, so that threads go from large keys to small ones
-      const int bin = BINS - 1 - 2 * threadIdx.x;
-      const u64 a = (u64)bins_high[bin] << 32 | bins_low[bin], b = (u64)bins_high[bin - 1] << 32 | bins_low[bin - 1];
-      u64 running = warp_running_sum(a + b, lane);
-      if (lane == 31) sums[warp] = running;
-      __syncthreads();
-      const u64 warps = warp_running_sum(sums[lane], lane);
-      const u64 before = __shfl_sync(ALL_LANES, warps, max(warp - 1, 0));
-      if (warp) running += before;
-      if (running >= wanted && running - a - b < wanted) {  // one thread: wanted is at most the total
-        const bool in_first = running - b >= wanted;
-        found_bin = in_first ? bin : bin - 1;
-        found_above = running - b - (in_first ? a : 0);
-        found_weight = in_first ? a : b;
-      }
-      __syncthreads();
-      prefix = prefix << width | found_bin;
-      wanted -= found_above;
-    }
-    const u64 equal_weight = found_weight;
-    int last = 0x7fffffff;
-    if (wanted < equal_weight) {  // not all of the equals at the edge: the lowest ids
-      auto equals = [&](int id) {
-        const float logit = logits[id];
-        const u32 key = key_of(logit);
-        return key == prefix && is_kept(key, id) ? weight(logit) : (u64)0;
-      };
-      const int span = sum_spans(0, V, equals);
-      last = locate(span, wanted - 1, equals);
-    } else if (prefix == edge) {
-      last = edge_id;
-    }
-    edge = prefix;
-    edge_id = last;
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ int draw(int top_k, double top_p, u64 random) {
-    auto kept = [&](int id) { return kept_mass(id); };
-    if (top_k > 0 && top_k < V) keep_largest(top_k, [](float) { return (u64)1; });
-    int span = sum_spans(0, V, kept);
-    u64 all = total();
-    if (top_p < 1.0) {
-      const u64 wanted = max((u64)ceil(top_p * (double)all), (u64)1);
-      keep_largest(wanted, [&](float logit) { return mass(logit); });
-      span = sum_spans(0, V, kept);
-      all = total();
-    }
-    return locate(span, __umul64hi(random, all), kept);
-  }
+// What all blocks of a team know of a row after one pass
+struct Seen {
+  u64 best;                          // key of the largest logit
+  bool is_bad;                       // not finite, or nothing left
+  bool fits;                         // the candidates for the k largest are in the list,
+  int listed;                        // so many in the part of it that this warp shares
+  __device__ __forceinline__ float largest() const { return logit_of(best); }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 1) sample_finish(
-    const float* logits, const int* rows, const int* samples, const int* lengths, const float* temperatures,
-    const int* top_ks, const double* top_ps, const u64* seeds, const u64* partials, const int* not_finite, int* failed,
-    int* last_tokens, const int* header, int* outcome, int* results, u32* ticket, int V, int capacity) {
-  __shared__ u64 sums[WARPS];
-  __shared__ u32 bins_low[BINS], bins_high[BINS];
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  __shared__ bool is_last;
-  const int s = blockIdx.x, row = rows[s];
-  if (row >= 0) {
-    int token = -1, bad = 0;
-    if (samples[s]) {
-      u64 best = 0;
+// Bring the candidates, logits of at least `floor` and keys of at least `edge`, to the team's first block. Returns how
+// many there are in this block, also if that is more than LIST. They are there after the next exchange.
+template <bool RESIDENT>
+__device__ __forceinline__ int collect(Team& team, const Slice<RESIDENT>& slice, float floor, u64 edge) {
+  int& count = team.shared.list_count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  u64* const list = of_block(&team.shared.list[0], 0) + team.rank * LIST;
+#pragma unroll 4
+  for (int q = slice.begin + team.lane; q < slice.end; q += 32) {
+    const float4 four = slice.quad(q);
+    if (fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)) < floor) continue;
+    const float x[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int i = 0; i < SLICES; ++i) {
-        best = max(best, partials[s * SLICES + i]);
-        bad |= not_finite[s * SLICES + i];
-      }
-      token = (int)~(u32)best;
-      if (temperatures[row] >= GREEDY_BELOW && !bad) {
-        RowDraw view = {logits + (i64)s * V, V, logit_of((u32)(best >> 32)), temperatures[row]};
-        view.sums = sums;
-        view.bins_low = bins_low;
-        view.bins_high = bins_high;
-        token = view.draw(top_ks[row], top_ps[row], random_word(seeds[row], (u32)lengths[s]));
-      }
+    for (int i = 0; i < 4; ++i) {
+      const u64 key = logit_key(x[i], slice.id_at(q) + i);
+      if (!(x[i] >= floor) || key < edge) continue;
+      const int place = (int)atomicAdd((u32*)&count, 1u);
+      if (place < LIST) list[place] = key;
     }
-    if (threadIdx.x == 0) {
-      if (token >= 0) last_tokens[row] = token;
-      outcome[s] = token;
-      outcome[capacity + s] = bad | failed[row];
-      failed[row] = 0;
-    }
-  }
-  // The last block brings all to the host, in whole lines, and the step's number after them
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
   }
   __syncthreads();
-  if (!is_last) return;
+  return count;
+}
+
+// The first pass: the largest logit, the count of those that are not finite, and candidates for the k largest (k > 0).
+// `masked`: how many may be minus infinity.
+template <bool RESIDENT>
+__device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, int k, int masked) {
+  float best = NEGATIVE_INFINITY, zero = 0.f;
+  int at = -1;
+#pragma unroll 4
+  for (int q = slice.begin + team.lane; q < slice.end; q += 32) {
+    const float4 x = slice.quad(q);
+    zero = fmaf(x.x, 0.f, fmaf(x.y, 0.f, fmaf(x.z, 0.f, fmaf(x.w, 0.f, zero))));  // NaN if one is not finite
+    const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
+    if (most > best) {
+      best = most;
+      at = q;
+    }
+  }
+  u64 own = 0;
+  if (at >= 0) {
+    const float4 x = slice.quad(at);
+    const int place = x.x == best ? 0 : x.y == best ? 1 : x.z == best ? 2 : 3;
+    own = logit_key(best, slice.id_at(at) + place);
+  }
+  u64 infinite = 0;
+  if (__syncthreads_or(!(zero == 0.f))) {  // rare: padding, masks, or a network that went wrong
+    u32 count = 0;
+    for (int q = slice.begin + team.lane; q < slice.end; q += 32) {
+      const float4 x = slice.quad(q);
+      count += !(fabsf(x.x) <= LARGEST_FLOAT);
+      count += !(fabsf(x.y) <= LARGEST_FLOAT);
+      count += !(fabsf(x.z) <= LARGEST_FLOAT);
+      count += !(fabsf(x.w) <= LARGEST_FLOAT);
+    }
+    infinite = team.block_sum(count);
+  }
+  const u64 best_of_block = team.block_max(own);
+  cluster_wait();  // all blocks have begun
+  u64 found = 0;
+  if (k > 0) {
+    const u64 least_of_block = ~team.block_max(own ? ~own : 0);
+    const Rule any(team.shared.edges, 0.f, 1.f);
+    Window window = {least_of_block, best_of_block, (u64)k};
+    const bool enough = narrow(team, Maxima{own}, {any, BY_LOGIT, true}, window);
+    found = collect(team, slice, enough ? logit_of(window.low) : -LARGEST_FLOAT, 0);
+  }
+  const u64 (*const all)[2] = team.exchange(best_of_block, found | infinite << 32);
+  Seen seen = {0, false, true, List::part(team, all)};
+  u64 infinities = 0;
+  for (int i = 0; i < team.size; ++i) {
+    seen.best = max(seen.best, all[i][0]);
+    infinities += all[i][1] >> 32;
+    seen.fits &= (u32)all[i][1] <= LIST;
+  }
+  seen.is_bad = !seen.best || infinities != (u64)(4 * slice.all_quads() - slice.V + masked) || masked < 0;
+  return seen;
+}
+
+// ---- log-probabilities ---------------------------------------------------------------------------------------------
+template <bool RESIDENT>
+__device__ __forceinline__ u64 mass_of_span(const Slice<RESIDENT>& slice, const Rule& rule) {  // of this thread's quads
+  u32 high = 0, low = 0;
+#pragma unroll 2
+  for (int q = slice.begin + slice.lane; q < slice.end; q += 32) {
+    const float4 x = slice.quad(q);
+    add_mass(rule.weight(x.x), high, low);
+    add_mass(rule.weight(x.y), high, low);
+    add_mass(rule.weight(x.z), high, low);
+    add_mass(rule.weight(x.w), high, low);
+  }
+  return joined(high, low);
+}
+
+__device__ __forceinline__ float log_probability(float x, double norm) { return (float)((double)x - norm); }
+
+// The likeliest `count` of the row, written by the team's first block. Returns the norm: logit - norm is the logarithm
+// of the probability. If the candidates of `seen` were too many, others are collected.
+template <bool RESIDENT>
+__device__ __forceinline__ void write_likeliest(
+    Team& team, const Slice<RESIDENT>& slice, const Seen& seen, int count, int* record) {
+  const Rule rule(team.shared.edges, seen.largest(), 1.f);
+  const u64 total = team.sum<false>(mass_of_span(slice, rule));
+  const double norm = (double)rule.largest + log((double)total / 1099511627776.);
+  if (threadIdx.x == 0) team.shared.norm = norm;
+  if (count == 0) return;
+  int listed = seen.listed;
+  u64 edge = 0;
+  if (!seen.fits) {
+    edge = select(team, slice, {rule, BY_LOGIT, true}, {slice.lowest_key(team), seen.best, (u64)count});
+    const int found = collect(team, slice, -LARGEST_FLOAT, edge);
+    listed = List::part(team, team.exchange(0, found));
+  }
+  if (team.rank == 0) {
+    const List list(team, listed);
+    if (seen.fits)
+      edge = select(team, list, {rule, BY_LOGIT, true}, {list.lowest_key(team), seen.best, (u64)count});
+    int& few = team.shared.few_count;
+    __syncthreads();
+    if (threadIdx.x == 0) few = 0;
+    __syncthreads();
+    list.each([&](float x, int id) {
+      const u64 key = logit_key(x, id);
+      if (key >= edge) team.shared.few[min((int)atomicAdd((u32*)&few, 1u), FEW - 1)].key = key;
+    });
+    __syncthreads();
+    if (team.warp == 0) {
+      int found = min(few, FEW), rank = 0;
+      const u64 own = team.lane < found ? team.shared.few[team.lane].key : 0;
+      for (int i = 0; i < found; ++i) rank += __shfl_sync(ALL_LANES, own, i) > own;
+      if (team.lane < found) {
+        record[2 + rank] = id_of(own);
+        record[2 + MAX_LOG_PROBS + rank] = __float_as_int(log_probability(logit_of(own), norm));
+      }
+      // Fewer can come than are wanted: masked tokens follow, the lowest ids first
+      for (int i = team.lane; found < count && i - team.lane < slice.V; i += 32) {
+        const u32 masked = __ballot_sync(ALL_LANES, i < slice.V && slice.row[i] == NEGATIVE_INFINITY);
+        const int place = found + __popc(masked & ((1u << team.lane) - 1));
+        if ((masked >> team.lane & 1) && place < count) {
+          record[2 + place] = i;
+          record[2 + MAX_LOG_PROBS + place] = __float_as_int(NEGATIVE_INFINITY);
+        }
+        found += __popc(masked);
+      }
+    }
+  }
+  team.sync();  // the list may be used anew
+}
+
+// Value and rank of one token
+template <bool RESIDENT>
+__device__ __forceinline__ void write_chosen(
+    Team& team, const Slice<RESIDENT>& slice, int token, int* record) {
+  const float chosen = slice.row[token];
+  u32 larger = 0;
+#pragma unroll 4
+  for (int q = slice.begin + slice.lane; q < slice.end; q += 32) {
+    const float4 x = slice.quad(q);
+    larger += (x.x > chosen) + (x.y > chosen) + (x.z > chosen) + (x.w > chosen);
+  }
+  const u64 rank = 1 + team.sum<false>(larger);
+  if (team.rank == 0 && threadIdx.x == 0) {
+    record[0] = __float_as_int(log_probability(chosen, team.shared.norm));
+    record[1] = (int)rank;
+  }
+}
+
+__device__ __forceinline__ void write_meaningless(const Team& team, int* record) {
+  const int nan = 0x7fc00000;
+  if (team.rank == 0 && threadIdx.x < RECORD)
+    record[threadIdx.x] = threadIdx.x == 0 || threadIdx.x >= 2 + MAX_LOG_PROBS ? nan : 0;
+}
+
+template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2)
+log_probs(const float* logits, const int* targets, int* records, int count, int V) {
+  DYNAMIC_SHARED(memory);
+  Team team(*(Shared*)memory);
+  allow_next_kernel();
+  cluster_arrive();
+  Slice<RESIDENT>::prepare(team);
+  wait_for_previous_kernel();
+  const int n = blockIdx.x / team.size;
+  Slice<RESIDENT> slice(team, logits + (i64)n * V, V);
+  slice.load(team);
+  const Seen seen = look(team, slice, count, 0);
+  int* const record = records + (i64)n * RECORD;
+  if (seen.is_bad) {
+    write_meaningless(team, record);
+    return;
+  }
+  write_likeliest(team, slice, seen, count, record);
+  write_chosen(team, slice, targets[n], record);
+}
+
+// ---- draws ---------------------------------------------------------------------------------------------------------
+// The token of the slice, of kept mass, in whose interval `threshold` lies; -1 in the blocks that do not have it
+template <bool RESIDENT>
+__device__ __forceinline__ int locate(
+    Team& team, const Slice<RESIDENT>& slice, const Rule& rule, u64 mass_of_thread, u64 random) {
+  Shared& shared = team.shared;
+  const u64 span = warp_sum_u64(mass_of_thread);
+  if (team.lane == 0) shared.spans[team.warp] = span;
+  __syncthreads();
+  const u64 running = warp_running_sum(team.lane < WARPS ? shared.spans[team.lane] : 0, team.lane);
+  const u64 own = __shfl_sync(ALL_LANES, running, WARPS - 1);
+  const u64 (*const blocks)[2] = team.exchange(own, 0);
+  u64 total = 0, before = 0;
+  for (int i = 0; i < team.size; ++i) {
+    if (i < team.rank) before += blocks[i][0];
+    total += blocks[i][0];
+  }
+  u64 threshold = __umul64hi(random, total);
+  if (threshold < before || threshold - before >= own) return -1;
+  threshold -= before;
+  const int index = __ffs(__ballot_sync(ALL_LANES, running > threshold)) - 1;  // the warp whose span has it
+  if (index) threshold -= __shfl_sync(ALL_LANES, running, index - 1);
+  if (team.warp == index && team.lane == 0) {
+    shared.few_count = slice.begin;
+    shared.place = slice.end;
+  }
+  __syncthreads();
+  int begin = shared.few_count;
+  const int end = shared.place;
+#pragma unroll 1
+  while (true) {  // BLOCK quads at a time: one for each thread
+    const int q = begin + threadIdx.x;
+    u64 mass[4] = {0, 0, 0, 0};
+    if (q < end) {
+      const float4 four = slice.quad(q);
+      const float x[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mass[i] = rule.kept_mass(x[i], slice.id_at(q) + i);
+    }
+    const u64 quad = mass[0] + mass[1] + mass[2] + mass[3];
+    u64 until = warp_running_sum(quad, team.lane);
+    team.flip ^= 1;
+    if (team.lane == 31) shared.partial[team.flip][team.warp] = until;
+    __syncthreads();
+    const u64 warps = warp_running_sum(team.lane < WARPS ? shared.partial[team.flip][team.lane] : 0, team.lane);
+    const u64 before_warp = __shfl_sync(ALL_LANES, warps, max(team.warp - 1, 0));
+    const u64 chunk = __shfl_sync(ALL_LANES, warps, WARPS - 1);
+    if (team.warp) until += before_warp;
+    if (threshold < chunk) {
+      if (until > threshold && until - quad <= threshold) {
+        u64 left = threshold - (until - quad);
+        int place = 0;
+        while (place < 3 && left >= mass[place]) left -= mass[place++];
+        shared.list_count = slice.id_at(q) + place;
+      }
+      __syncthreads();
+      return shared.list_count;
+    }
+    threshold -= chunk;
+    begin += BLOCK;
+  }
+}
+
+template <bool RESIDENT>
+__device__ __forceinline__ int locate(Team& team, const Slice<RESIDENT>& slice, const Rule& rule, u64 random) {
+  u64 mass = 0;
+  slice.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
+  return locate(team, slice, rule, mass, random);
+}
+__device__ __forceinline__ int locate(Team& team, const List& list, const Rule& rule, u64 random) {
+  u64 mass = 0;
+  list.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
+  const u64 threshold = __umul64hi(random, team.block_sum(mass));
+  const u64 key = select(team, list, {rule, BY_ID, false}, {0x80000000u, 0xffffffffu, threshold + 1});
+  return id_of(key);
+}
+
+__device__ __forceinline__ u64 wanted_of(double share, u64 total) {
+  return max((u64)ceil(share * (double)total), (u64)1);
+}
+
+// Filter and draw among the items. has_k: top_k keeps fewer than all. total: mass of all tokens, of rows with top_p but
+// no top_k; else unused. -1 in the blocks that do not know the token.
+template <class Items>
+__device__ __forceinline__ int draw(
+    Team& team, const Items& items, const Rule& rule, const Settings& row, u64 best, bool has_k, u64 total, u64 random) {
+  Edges& edges = team.shared.edges;
+  const u64 lowest = items.lowest_key(team);
+  if (has_k) edges.logit = select(team, items, {rule, BY_LOGIT, true}, {lowest, best, (u64)row.top_k});
+  if (row.top_p < 1.) {
+    if (has_k) {
+      u64 mass = 0;
+      items.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
+      total = team.sum<Items::ALONE>(mass);
+    }
+    const Window window = {max(lowest, edges.logit), best, wanted_of(row.top_p, total)};
+    edges.logit = max(edges.logit, select(team, items, {rule, BY_LOGIT, false}, window));
+  }
+  edges.least = row.least_mass;
+  if (row.typical_p < 1.) {
+    u64 mass = 0, surprise = 0;
+    items.each([&](float x, int id) {
+      mass += rule.kept_mass(x, id);
+      surprise += rule.surprise(x, id);
+    });
+    total = team.sum<Items::ALONE>(mass);
+    surprise = team.sum<Items::ALONE>(surprise);
+    edges.mean = (float)((double)surprise / (double)total);
+    const Window window = {(u64)~0x7f800000u << 32, ~0ull, wanted_of(row.typical_p, total)};
+    edges.typical = select(team, items, {rule, BY_DISTANCE, false}, window);
+  }
+  return locate(team, items, rule, random);
+}
+
+// A token for a row that draws; -1 in the blocks that do not know it
+template <bool RESIDENT>
+__device__ __forceinline__ int choose(
+    Team& team, Slice<RESIDENT>& slice, const Settings& row, const Seen& seen, u64 random) {
+  const Rule rule(team.shared.edges, seen.largest(), row.temperature);
+  const bool has_k = row.top_k > 0 && row.top_k < slice.V, has_p = row.top_p < 1.;
+  if (has_k && row.top_k <= MANY && seen.fits) {
+    if (team.rank) return -1;
+    return draw(team, List(team, seen.listed), rule, row, seen.best, true, 0, random);
+  }
+  u64 mass = 0, total = 0, lightest = 1;  // lighter ones are not kept
+  if (!has_k) {
+    const bool is_plain = !has_p && row.least_mass == 0 && row.typical_p >= 1.;
+    if (has_p || is_plain) mass = mass_of_span(slice, rule);
+    if (is_plain) return locate(team, slice, rule, mass, random);
+    lightest = max(row.least_mass, (u64)1);
+    if (has_p) {
+      total = team.sum<false>(mass);
+      const u64 rest = total - min(total, wanted_of(row.top_p, total));
+      lightest = max(lightest, rest / slice.V + 1);
+    }
+  }
+  slice.floor = rule.floor_of(lightest);
+  if (!has_k && lightest > 1) {
+    const int found = collect(team, slice, slice.floor, 0);
+    const u64 (*const counts)[2] = team.exchange(0, found);
+    bool fit = true;
+    for (int i = 0; i < team.size; ++i) fit &= counts[i][1] <= LIST;
+    if (fit) {
+      if (team.rank) return -1;
+      return draw(team, List(team, List::part(team, counts)), rule, row, seen.best, false, total, random);
+    }
+  }
+  return draw(team, slice, rule, row, seen.best, has_k, total, random);
+}
+
+template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2) sample(
+    const float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
+    const int* masked, int* failed, int* last_tokens, const int* header, int* outcome, int* results, u32* ticket, int V,
+    int capacity) {
+  DYNAMIC_SHARED(memory);
+  Team team(*(Shared*)memory);
+  allow_next_kernel();
+  cluster_arrive();
+  Slice<RESIDENT>::prepare(team);
+  wait_for_previous_kernel();
+  const int s = blockIdx.x / team.size, row = rows[s];
+  const bool has_row = row >= 0, is_sampling = has_row && samples[s];
+  if (!is_sampling && team.rank) return;
+  int* const result = results + (i64)header[6] * (16 + (2 + RECORD) * capacity);
+  int token = -1;
+  bool is_bad = false;
+  if (is_sampling) {
+    const Settings& own = settings[row];
+    Slice<RESIDENT> slice(team, logits + (i64)s * V, V);
+    slice.load(team);
+    const bool is_greedy = own.temperature < GREEDY_BELOW;
+    const int likeliest = own.log_probs < 0 ? -1 : min(header[7], V), top_k = is_greedy || own.top_k > MANY || own.top_k >= V ? 0 : own.top_k;
+    const Seen seen = look(team, slice, max(top_k, likeliest), own.adjusts ? masked[s] : 0);
+    is_bad = seen.is_bad;
+    int* const record = result + 16 + 2 * capacity + s * RECORD;
+    if (likeliest >= 0 && !is_bad) write_likeliest(team, slice, seen, likeliest, record);
+    if (is_greedy || is_bad) {
+      token = id_of(seen.best);
+      if (token < 0 || token >= V) token = 0;  // nothing was finite
+      if (team.rank && (likeliest < 0 || is_bad)) return;
+    } else {
+      token = choose(team, slice, own, seen, random_word(own.seed, (u32)lengths[s]));
+      if (token < 0 && likeliest < 0) return;
+    }
+    if (likeliest >= 0) {
+      if (is_bad) {
+        write_meaningless(team, record);
+      } else {
+        const u64 (*const known)[2] = team.exchange((u64)(token + 1), 0);
+        for (int i = 0; i < team.size; ++i) token = max(token, (int)known[i][0] - 1);
+        write_chosen(team, slice, token, record);
+        if (team.rank) return;
+      }
+      __threadfence_system();  // before the step's number
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+      last_tokens[row] = token;
+      if (own.history) own.history[lengths[s]] = token;
+    }
+  }
+  if (has_row && threadIdx.x == 0) {
+    outcome[s] = token;
+    outcome[capacity + s] = is_bad | failed[row];
+    failed[row] = 0;
+  }
+  // The last team brings all to the host, in whole lines, and the step's number after them
+  const int sequences = gridDim.x / team.size;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    team.shared.is_last = atomicAdd(ticket, 1u) == sequences - 1;
+  }
+  __syncthreads();
+  if (!team.shared.is_last) return;
   __threadfence();
-  int* const result = results + (i64)header[6] * (16 + 2 * capacity);
-  for (int i = threadIdx.x; i < gridDim.x; i += BLOCK) {
+  for (int i = threadIdx.x; i < sequences; i += BLOCK) {
     result[16 + i] = __ldcg(outcome + i);
     result[16 + capacity + i] = __ldcg(outcome + capacity + i);
   }

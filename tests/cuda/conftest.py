@@ -38,6 +38,14 @@ def device(request: pytest.FixtureRequest, build_folder: Path) -> Device:
     return open_device(request.param, build_folder)
 
 
+@pytest.fixture(scope="session", params=["emulated-80", "emulated-90", GPU])
+def any_device(request: pytest.FixtureRequest, build_folder: Path) -> Device:
+    """The same, and by the code paths of what was before Hopper."""
+    if request.param != "gpu" and not EmulatedLoader.is_possible():
+        pytest.skip("the emulated GPU needs g++")
+    return open_device(request.param, build_folder)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     """Seeded; on the CPU, so that all devices see the same numbers."""

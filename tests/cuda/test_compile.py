@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cuda.compile
+from cuda.adjust import Adjust
 from cuda.compile import ARCHITECTURES, Build, build, read_source
 from cuda.errors import CompileError
 from cuda.frames import FrameLayout, FramePool
@@ -21,7 +22,7 @@ from cuda.paged_attention_f32 import PagedAttentionF32
 from cuda.paged_decode import MANY, PagedDecode
 from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
-from cuda.sample import Sample, StepResults
+from cuda.sample import LogProbRecords, Sample, StepResults
 from cuda.scatter import DeviceState, Scatter
 from cuda.shared_prefix import SharedPrefix
 from cuda.silu_mul import SiluMul
@@ -99,7 +100,10 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
                 ThinLogits(loader, work, dtype, 1000, inputs, **most)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
     Scatter(loader, state)
-    Sample(loader, state, StepResults(1, 1, page_locked=False), 8)
+    for vocabulary in (8, 49152, 128256, 151936, 400000):  # as many kinds of teams
+        Adjust(loader, state, vocabulary)
+        Sample(loader, state, StepResults(1, 1, page_locked=False), vocabulary)
+        LogProbRecords(loader, vocabulary)
     return loader.asked
 
 
@@ -112,7 +116,7 @@ def test_compiles_without_spills_or_warnings(file, architecture, build_folder) -
         assert not specs
         return
     assert specs, "no launcher asks for this file's kernels"
-    built = build(file, sorted(spec.instance for spec in specs), architecture, cache_folder=build_folder)
+    built = build(file, sorted({spec.instance for spec in specs}), architecture, cache_folder=build_folder)
     assert built.warnings == []
     resources = built.resources()
     for spec in specs:

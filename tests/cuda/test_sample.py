@@ -1,192 +1,25 @@
-"""The upload's way to the device, and sampling there, against the definition in model/sampler.py."""
+"""Sampling on the device against the definition in model/sampler.py, on the code paths of Hopper and of others."""
 
 import numpy as np
 import pytest
 import torch
+from device_sampler import DeviceSampler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sampling_batch import tokens_of
+from slow_sampling import Case, slow_sample
 
 from cuda.errors import ShapeMismatch
-from cuda.sample import Sample, StepResults
-from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
-from mm.page_copies import PageCopies, TableChanges
-from model.sampler import SamplingRows, sample
-from model.step_plan import RowSettings, SamplingParameters
-
-INT = np.int32
+from cuda.sample import BLOCK_BYTES, FIXED_BYTES, MAX_VOCABULARY, SHARED_BYTES, LogProbRecords, TeamShape
+from model.step_plan import SamplingParameters
 
 
-def make_state(device, max_sequences=8, max_tokens=32) -> DeviceState:
-    return DeviceState(
-        device.name, max_rows=12, max_pages=6, max_sequences=max_sequences, max_tokens=max_tokens, upload_words=4096
-    )
+def cases_of(logits: torch.Tensor, parameters: list[SamplingParameters], position: int = 4) -> list[Case]:
+    return [Case(x.numpy(), p, prompt=[0] * position) for x, p in zip(logits, parameters, strict=True)]
 
 
-def send(device, state, upload, padded_sequences, padded_tokens) -> np.ndarray:
-    """Pack, upload, scatter."""
-    words = np.full(4096, 77, INT)
-    used = pack(upload, words)
-    state.upload[:used].copy_(torch.from_numpy(words[:used]))
-    Scatter(device.loader, state)(device.stream, padded_sequences, padded_tokens)
-    device.synchronize()
-    return words
-
-
-def step(rows, starts, counts, *, step=1, decodes=0, samples=None, token_ids=None, **rest) -> StepUpload:
-    counts = np.array(counts, INT)
-    total = int(counts.sum())
-    return StepUpload(
-        step=step,
-        rows=np.array(rows, INT),
-        starts=np.array(starts, INT),
-        query_starts=np.concatenate(([0], counts.cumsum())).astype(INT),
-        token_ids=np.arange(100, 100 + total, dtype=INT) if token_ids is None else np.array(token_ids, INT),
-        samples=np.ones(len(rows), bool) if samples is None else np.array(samples),
-        decodes=decodes,
-        **rest,
-    )
-
-
-# ---- scatter
-
-
-def test_a_step_is_spread_and_padded(device) -> None:
-    """Two decodes and a chunk: every array of the step, with padding that no kernel touches; a fed-back id is looked
-    up.
-    """
-    state = make_state(device)
-    state.last_tokens[5] = 4711
-    upload = step(
-        [5, 2, 9], [40, 7, 16], [1, 1, 3], decodes=2, samples=[True, True, False], token_ids=[-1, 31, 32, 33, 34]
-    )
-    send(device, state, upload, 5, 8)
-    assert state.rows[:5].tolist() == [5, 2, 9, -1, -1]
-    assert state.lengths[:5].tolist() == [41, 8, 19, 0, 0]
-    assert state.decode_lengths[:5].tolist() == [41, 8, 0, 0, 0]
-    assert state.prefill_tokens[:5].tolist() == [0, 0, 3, 0, 0]
-    assert state.samples[:5].tolist() == [1, 1, 0, 0, 0]
-    assert state.last_query[:5].tolist() == [0, 1, 4, 0, 0]
-    assert state.query_starts[:6].tolist() == [0, 1, 2, 5, 5, 5]
-    assert state.token_ids[:8].tolist() == [4711, 31, 32, 33, 34, 0, 0, 0]
-    assert state.positions[:8].tolist() == [40, 7, 16, 17, 18, 0, 0, 0]
-    assert state.token_rows[:8].tolist() == [5, 2, 9, 9, 9, -1, -1, -1]
-
-
-def test_a_large_step_is_spread(device) -> None:
-    """More elements than threads: the search for a token's sequence, and the loops, at every place."""
-    counts = np.array([1] * 300 + [0, 17, 1, 700, 2], INT)
-    state = DeviceState(device.name, max_rows=400, max_pages=2, max_sequences=320, max_tokens=1100, upload_words=4096)
-    rows = np.arange(len(counts))[::-1]
-    upload = step(rows, np.arange(len(counts)), counts, decodes=300)
-    send(device, state, upload, 320, 1100)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    assert state.token_rows[: counts.sum()].tolist() == rows[owner].tolist()
-    assert (
-        state.positions[: counts.sum()].tolist()
-        == (np.arange(counts.sum()) - upload.query_starts[owner] + owner).tolist()
-    )
-    assert (state.token_rows[counts.sum() :] == -1).all()
-
-
-def test_table_changes_settings_and_copies_arrive(device) -> None:
-    """Entries and rows that are named change, others do not; 64-bit settings survive; copies can be read out of the
-    upload.
-    """
-    state = make_state(device)
-    state.page_tables.fill_(-5)
-    changes = TableChanges(np.array([0, 11, 0], INT), np.array([5, 0, 1], INT), np.array([8, 9, 10], INT))
-    settings = SamplingChanges(
-        np.array([3, 7], INT),
-        np.array([0.5, 0.0], np.float32),
-        np.array([40, 0], INT),
-        np.array([0.1, 1.0]),
-        np.array([2**63 + 5, 1], np.uint64),
-    )
-    copies = PageCopies(np.array([1, 2], INT), np.array([3, 4], INT))
-    words = send(device, state, step([0], [0], [1], changes=changes, settings=settings, copies=copies), 1, 1)
-    expected = torch.full((12, 6), -5)
-    expected[0, 5], expected[11, 0], expected[0, 1] = 8, 9, 10
-    assert torch.equal(state.page_tables.cpu().long(), expected)
-    assert state.temperatures[[3, 7, 0]].tolist() == [0.5, 0.0, 0.0]
-    assert state.top_ks[[3, 7]].tolist() == [40, 0]
-    assert state.top_ps[[3, 7, 0]].tolist() == [0.1, 1.0, 1.0]
-    assert state.seeds[[3, 7]].cpu().numpy().view(np.uint64).tolist() == [2**63 + 5, 1]
-    sources, targets = copies_of(state.upload, words, 2)
-    assert (sources.tolist(), targets.tolist()) == ([1, 2], [3, 4])
-
-
-def test_table_changes_can_go_ahead_alone(device) -> None:
-    """An upload without sequences changes tables and nothing of the step."""
-    state = make_state(device)
-    send(device, state, step([4], [3], [2]), 1, 2)
-    send(device, state, step([], [], [], changes=TableChanges(*np.array([[1], [1], [6]], INT))), 0, 0)
-    assert state.page_tables[1, 1] == 6
-    assert state.rows[0] == 4
-    assert state.token_ids[:2].tolist() == [100, 101]
-
-
-def test_an_upload_that_does_not_fit_is_refused() -> None:
-    """Before a word is written."""
-    words = np.full(20, 9, INT)
-    upload = step([4], [3], [2])
-    with pytest.raises(ShapeMismatch, match=str(words_for(sequences=1, tokens=2, changes=0, settings=0, copies=0))):
-        pack(upload, words)
-    assert (words == 9).all()
-
-
-# ---- sampling
-
-
-class Sampler:
-    """Samples one batch on the device, with one row a sequence in another order, beside a padding sequence."""
-
-    def __init__(
-        self, device, vocabulary: int, parameters: list[SamplingParameters], positions: list[int], samples=None
-    ) -> None:
-        self.device, self.count = device, len(parameters)
-        self.state = DeviceState(
-            device.name,
-            max_rows=self.count + 3,
-            max_pages=1,
-            max_sequences=self.count + 1,
-            max_tokens=64,
-            upload_words=4096,
-        )
-        self.results = StepResults(2, self.count + 1, page_locked=not device.is_emulated)
-        self.sample = Sample(device.loader, self.state, self.results, vocabulary)
-        self.rows = np.arange(self.count, dtype=INT)[::-1] + 2
-        self.table = SamplingRows.greedy(self.count + 3)
-        self.table.store(RowSettings(self.rows, parameters))
-        t, r = self.table, self.rows
-        settings = SamplingChanges(r, t.temperature[r], t.top_k[r].astype(INT), t.top_p[r], t.seed[r])
-        self.positions = np.array(positions)
-        upload = step(
-            self.rows,
-            self.positions - 1,
-            [1] * self.count,
-            step=33,
-            decodes=self.count,
-            samples=samples,
-            settings=settings,
-            result_slot=1,
-        )
-        send(device, self.state, upload, self.count + 1, self.count + 1)
-
-    def run(self, logits: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Tokens and flags of the batch. The result's step number was not there before."""
-        padded = torch.cat((logits, torch.full((1, logits.shape[1]), float("nan")))).to(self.device.name)
-        self.results.words[:] = -9
-        assert not self.results.is_done(1, 33)
-        self.sample(self.device.stream, padded, self.count + 1)
-        self.device.synchronize()
-        assert self.results.is_done(1, 33)
-        assert (self.results.words[0] == -9).all()  # the other slot
-        tokens, failed = self.results.read(1, self.count)
-        return tokens.tolist(), failed.tolist()
-
-    def expected(self, logits: torch.Tensor) -> list[int]:
-        return sample(logits, self.table.take(self.rows), self.positions)[0].tolist()
-
-
-def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(device, generator) -> None:
+def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(any_device, generator) -> None:
     """Across slices of the row, at its first and last place, and for negative zero, which equals zero."""
     logits = torch.randn(5, 1003, generator=generator)
     logits[0, [900, 12, 500]] = 9.0
@@ -195,98 +28,224 @@ def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(device, generator)
     logits[3] = -1.0
     logits[3, 7], logits[3, 8] = -0.0, 0.0
     logits[4] = -5.0
-    sampler = Sampler(device, 1003, [SamplingParameters(temperature=0)] * 5, [1, 2, 3, 4, 5])
-    tokens, failed = sampler.run(logits)
+    sampler = DeviceSampler(any_device, cases_of(logits, [SamplingParameters(temperature=0.0)] * 5))
+    tokens, failed = sampler.run()
     assert tokens == [12, 1002, 0, 7, 0]
     assert failed == [0] * 5
     assert sampler.state.last_tokens[torch.from_numpy(sampler.rows).long()].tolist() == tokens
 
 
-SETTINGS = [
-    SamplingParameters(temperature=1.0),
-    SamplingParameters(temperature=0.7, top_k=50),
-    SamplingParameters(temperature=1.5, top_p=0.9),
-    SamplingParameters(temperature=0.8, top_k=50, top_p=0.95),
-    SamplingParameters(temperature=1.0, top_k=1),
-    SamplingParameters(temperature=1.0, top_p=1e-9),
-    SamplingParameters(temperature=1e-8),
-    SamplingParameters(temperature=100.0, top_k=100000),
-    SamplingParameters(temperature=1e-4, top_p=0.5),
-    SamplingParameters(temperature=0.0),
-]
+FILTERS = {
+    "temperature": {},
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.9},
+    "top-k, top-p": {"top_k": 50, "top_p": 0.95},
+    "top-k of 1": {"top_k": 1},
+    "top-k, more than lists hold": {"top_k": 400, "top_p": 0.9},
+    "top-k of all": {"top_k": 100_000},
+    "top-p, tiny": {"top_p": 1e-9},
+    "min-p": {"min_p": 0.05},
+    "min-p of 1": {"min_p": 1.0},
+    "typical": {"typical_p": 0.6},
+    "typical, tiny": {"typical_p": 1e-9},
+    "all": {"top_k": 90, "top_p": 0.98, "min_p": 0.02, "typical_p": 0.9},
+    "all but top-k": {"top_p": 0.98, "min_p": 0.02, "typical_p": 0.9},
+}
+TEMPERATURES = [1.0, 0.7, 1.5, 100.0, 1e-4, 1e-8, 1e30]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1003])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 40.0])
+def test_draws_are_those_of_the_definition(any_device, vocabulary, spread) -> None:
+    """Every setting beside every other, on flat and on peaked logits: the token of the definition, seed by seed."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    different = 0
+    for temperature in TEMPERATURES:
+        parameters = [
+            SamplingParameters(temperature=temperature, seed=(i * 2**60 + 11 * i) % 2**64, **fields)
+            for i, fields in enumerate(FILTERS.values())
+        ]
+        logits = torch.randn(len(parameters), vocabulary, generator=generator) * spread
+        cases = cases_of(logits, parameters, int(torch.randint(1, 100, (1,), generator=generator)))
+        tokens, failed = DeviceSampler(any_device, cases).run()
+        assert not any(failed)
+        different += sum(token != slow_sample(case) for token, case in zip(tokens, cases, strict=True))
+    # exp may differ in its last bit between the two, and a draw near an edge then falls on its other side
+    assert different <= (0 if any_device.is_emulated else len(TEMPERATURES) * len(FILTERS) // 50)
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [7, 1000, pytest.param(49152, marks=pytest.mark.gpu), pytest.param(151936, marks=pytest.mark.gpu)]
+    "vocabulary", [49_152, *(pytest.param(v, marks=pytest.mark.gpu) for v in (128_256, 151_936, 400_000))]
 )
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_draws_are_those_of_the_definition(device, vocabulary, spread) -> None:
-    """Every setting beside every other, on peaked and on flat logits: the same token as the CPU sampler, seed by
-    seed.
-    """
+@pytest.mark.parametrize(
+    "spread", [pytest.param(0.3, marks=pytest.mark.gpu), 3.0, pytest.param(40.0, marks=pytest.mark.gpu)]
+)
+def test_draws_are_those_of_the_cpu_sampler(any_device, vocabulary, spread) -> None:
+    """Vocabularies of real models, and one that no team holds; more rows than get the largest team."""
     generator = torch.Generator().manual_seed(vocabulary)
-    rounds = 4 if device.is_emulated else 20
-    different = 0
-    for seed in range(rounds):
+    different = drawn = 0
+    for temperature in (0.8, 1e30):
         parameters = [
-            SamplingParameters(p.temperature, p.top_k, p.top_p, (seed * 2**60 + i) % 2**64)
-            for i, p in enumerate(SETTINGS)
+            SamplingParameters(temperature=temperature, seed=(i * 2**60 + 11 * i) % 2**64, **fields)
+            for i, fields in enumerate([*FILTERS.values()] * 3)
         ]
-        positions = torch.randint(1, 100_000, (len(parameters),), generator=generator).tolist()
         logits = torch.randn(len(parameters), vocabulary, generator=generator) * spread
-        sampler = Sampler(device, vocabulary, parameters, positions)
-        tokens, failed = sampler.run(logits)
-        assert not any(failed)
-        different += sum(a != b for a, b in zip(tokens, sampler.expected(logits), strict=True))
-    # exp may differ in its last bit between the two, and a draw near an edge then falls on its other side
-    assert different <= (0 if device.is_emulated else rounds * len(SETTINGS) // 50)
+        cases = cases_of(logits, parameters, int(torch.randint(1, 100, (1,), generator=generator)))
+        for part in (cases, cases[:14]):
+            tokens, failed = DeviceSampler(any_device, part).run()
+            assert not any(failed)
+            different += sum(ours != theirs for ours, theirs in zip(tokens, tokens_of(part), strict=True))
+            drawn += len(part)
+    assert different <= (0 if any_device.is_emulated else drawn // 50)  # as above
 
 
-def test_ties_at_the_edge_keep_the_lowest_ids(device) -> None:
-    """Logits of a few values only: top-k and top-p cut through equals, and the draw shows who was kept."""
-    logits = (torch.arange(600) % 3).float().repeat(6, 1)
-    for seed in range(5):
-        parameters = [
-            SamplingParameters(100.0, k, p, seed)
-            for k, p in [(250, 1.0), (5, 1.0), (0, 0.4), (210, 0.97), (0, 0.001), (400, 0.5)]
-        ]
-        sampler = Sampler(device, 600, parameters, [seed + 1] * 6)
-        assert sampler.run(logits)[0] == sampler.expected(logits)
+def logits_of(vocabulary: int) -> st.SearchStrategy[np.ndarray]:
+    """Ties, neighbours, huge and tiny numbers."""
+    few = st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -3.5, 12.0, 88.0, -200.0, 3e38, -3e38, 1e-40])
+    some = st.floats(-30, 30, width=32)
+    return arrays(np.float32, vocabulary, elements=st.one_of(few, some), fill=st.sampled_from([0.0, 1.0, -5.0]))
 
 
-def test_all_logits_equal(device) -> None:
-    """The worst case for histograms: one bin holds everything."""
-    logits = torch.full((4, 2500), 1.25)
+SHARES = st.one_of(st.just(1.0), st.floats(1e-9, 1.0))
+
+PARAMETERS = st.builds(
+    SamplingParameters,
+    temperature=st.one_of(st.just(0.0), st.sampled_from([1e-5, 0.01, 1.0, 7.0, 1e30]), st.floats(0.1, 3)),
+    top_k=st.one_of(st.just(0), st.integers(1, 40), st.integers(120, 400)),
+    top_p=SHARES,
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    typical_p=SHARES,
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_draw_is_that_of_the_definition(any_device, data) -> None:
+    """Whatever hypothesis thinks of, for a vocabulary that no vector divides; rows beside each other."""
+    vocabulary = data.draw(st.sampled_from([1, 3, 33, 301]))
+    rows = data.draw(st.integers(1, 4))
+    cases = [Case(data.draw(logits_of(vocabulary)), data.draw(PARAMETERS)) for _ in range(rows)]
+    tokens, failed = DeviceSampler(any_device, cases).run()
+    assert not any(failed)
+    assert tokens == [slow_sample(case) for case in cases]
+
+
+def test_ties_at_the_edge_keep_the_lowest_ids(any_device) -> None:
+    """Logits of a few values only: the filters cut through equals, and the draw shows who was kept."""
+    logits = (torch.arange(2600) % 3).float().repeat(6, 1)
+    filters = [{"top_k": 250}, {"top_k": 5}, {"top_p": 0.4}, {"top_k": 210, "top_p": 0.97}, {"typical_p": 0.3}]
+    filters.append({"top_k": 1000, "top_p": 0.5})
     for seed in range(3):
-        parameters = [SamplingParameters(1.0, k, p, seed) for k, p in [(0, 1.0), (7, 1.0), (0, 0.3), (1000, 0.5)]]
-        sampler = Sampler(device, 2500, parameters, [9] * 4)
-        assert sampler.run(logits)[0] == sampler.expected(logits)
+        cases = cases_of(logits, [SamplingParameters(temperature=100.0, seed=seed, **f) for f in filters], seed + 1)
+        assert DeviceSampler(any_device, cases).run()[0] == [slow_sample(case) for case in cases]
+
+
+def test_all_logits_equal(any_device) -> None:
+    """The worst case for histograms and lists: everything is a candidate."""
+    logits = torch.full((5, 4099), 1.25)
+    filters = [{}, {"top_k": 7}, {"top_p": 0.3}, {"top_k": 1000, "top_p": 0.5}, {"typical_p": 0.5}]
+    for seed in range(2):
+        cases = cases_of(logits, [SamplingParameters(seed=seed, **f) for f in filters], 9)
+        assert DeviceSampler(any_device, cases).run()[0] == [slow_sample(case) for case in cases]
+
+
+def test_candidates_of_one_block_only(any_device) -> None:
+    """Logits that fall with the id: all that may be kept is in the first block's slice, more than its list holds."""
+    logits = -torch.arange(9000, dtype=torch.float32).repeat(4, 1) / 500
+    filters = [{"top_k": 100}, {"top_k": 128, "top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.7}]
+    cases = cases_of(logits, [SamplingParameters(seed=3, **f) for f in filters])
+    assert DeviceSampler(any_device, cases).run()[0] == [slow_sample(case) for case in cases]
+
+
+def test_a_row_draws_the_same_in_any_batch(any_device, generator) -> None:
+    """Alone, beside others, and where so many rows sample that teams are smaller."""
+    logits = torch.randn(40, 515, generator=generator) * 2
+    cases = cases_of(logits, [SamplingParameters(seed=i, top_p=0.9 if i % 2 else 1.0, logprobs=3) for i in range(40)])
+    together = DeviceSampler(any_device, cases)
+    tokens, _ = together.run()
+    assert together.log_probs is not None
+    for i in (0, 1, 39):
+        alone = DeviceSampler(any_device, [cases[i]])
+        assert alone.run()[0] == [tokens[i]]
+        assert alone.log_probs is not None
+        for one, of_all in zip(alone.log_probs, together.log_probs, strict=True):
+            assert np.array_equal(one[0], of_all[i])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_flagged_alone(device, generator, bad) -> None:
+@pytest.mark.parametrize("place", [0, 150, 299])
+def test_a_row_that_is_not_finite_is_flagged_alone(any_device, generator, bad, place) -> None:
     """Its neighbours sample as if nothing were; its token is at least an id."""
     logits = torch.randn(3, 300, generator=generator)
-    good = logits.clone()
-    logits[1, 299] = bad
-    sampler = Sampler(device, 300, [SamplingParameters(seed=5)] * 3, [4, 4, 4])
-    tokens, failed = sampler.run(logits)
+    cases = cases_of(logits, [SamplingParameters(seed=5, logprobs=2)] * 3)
+    expected = [slow_sample(case) for case in cases]
+    cases[1].logits[place] = bad
+    tokens, failed = DeviceSampler(any_device, cases).run()
     assert failed == [0, 1, 0]
     assert 0 <= tokens[1] < 300
-    expected = sampler.expected(good)
     assert (tokens[0], tokens[2]) == (expected[0], expected[2])
 
 
-def test_sequences_that_do_not_sample_report_their_flag(device, generator) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_logit_is_flagged(any_device, temperature) -> None:
+    """There is no largest one; its token is an id all the same."""
+    logits = torch.full((1, 300), float("nan"))
+    tokens, failed = DeviceSampler(any_device, cases_of(logits, [SamplingParameters(temperature)])).run()
+    assert failed == [1]
+    assert 0 <= tokens[0] < 300
+
+
+def test_sequences_that_do_not_sample_report_their_flag(any_device, generator) -> None:
     """A chunk in the middle of a prompt: token -1, its row's flag is reported and cleared, its last token stays."""
-    sampler = Sampler(device, 300, [SamplingParameters(temperature=0)] * 3, [4, 4, 4], samples=[True, False, False])
-    sampler.state.failed[int(sampler.rows[1])] = 1
-    sampler.state.last_tokens.fill_(55)
     logits = torch.randn(3, 300, generator=generator)
     logits[2] = float("nan")  # not read
-    tokens, failed = sampler.run(logits)
+    cases = cases_of(logits, [SamplingParameters(temperature=0.0, logprobs=1)] * 3)
+    sampler = DeviceSampler(any_device, cases, samples=[True, False, False])
+    sampler.state.failed[int(sampler.rows[1])] = 1
+    sampler.state.last_tokens.fill_(55)
+    tokens, failed = sampler.run()
     assert tokens == [int(logits[0].argmax()), -1, -1]
     assert failed == [0, 1, 0]
     assert not sampler.state.failed.any()
     assert sampler.state.last_tokens[int(sampler.rows[1])] == 55
-    assert sampler.run(logits)[1] == [0, 0, 0]
+    assert sampler.launch()[1] == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8, 256, 1024])
+@pytest.mark.parametrize("vocabulary", [49_152, 128_256, 151_936])
+def test_large_batches_agree_with_small_ones(device, vocabulary, batch) -> None:
+    """Every third row is drawn again in a batch of its own kind: the same token by another team."""
+    generator = torch.Generator().manual_seed(batch)
+    logits = torch.randn(8, vocabulary, generator=generator) * 3
+    filters = list(FILTERS.values())
+    cases = [
+        Case(logits[i % 8].numpy(), SamplingParameters(seed=i, **filters[i % len(filters)]), prompt=[0] * (1 + i))
+        for i in range(batch)
+    ]
+    tokens, failed = DeviceSampler(device, cases).run()
+    assert not any(failed)
+    some = list(range(0, batch, 3 if batch < 100 else 37))
+    assert DeviceSampler(device, [cases[i] for i in some]).run()[0] == [tokens[i] for i in some]
+
+
+def test_teams_fit() -> None:
+    """Two blocks of a team fit a multiprocessor while eight blocks are enough; what fits nowhere is not resident."""
+    for vocabulary in (7, 32_000, 49_152, 128_256, 151_936, 262_144, MAX_VOCABULARY):
+        for largest in (True, False):
+            shape = TeamShape.of(90, vocabulary, largest=largest)
+            if not shape.is_resident:
+                assert vocabulary > 380_000
+                assert shape.shared_bytes == FIXED_BYTES
+                continue
+            assert (shape.shared_bytes - FIXED_BYTES) // 4 * shape.blocks >= vocabulary + 3
+            assert shape.shared_bytes <= (SHARED_BYTES if vocabulary <= 163_000 else BLOCK_BYTES)
+    assert TeamShape.of(90, 49_152, largest=False).blocks == 4
+    assert TeamShape.of(80, 49_152, largest=True) == TeamShape(1, is_resident=False, shared_bytes=FIXED_BYTES)
+
+
+def test_a_vocabulary_that_sums_cannot_hold_is_refused(device) -> None:
+    """Before any launch."""
+    with pytest.raises(ShapeMismatch, match="vocabulary"):
+        LogProbRecords(device.loader, MAX_VOCABULARY + 1)

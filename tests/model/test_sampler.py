@@ -1,203 +1,286 @@
-"""Sampling: known random numbers, the edges of top-k and top-p, extreme settings, and no row that changes another."""
+"""Sampling as a whole: equal to the rules written out, at extreme settings, and no row that changes another."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_batch import counts_of, kept_ids, sampled, stored, tokens_of
+from slow_sampling import Case, slow_sample
 
-from model.sampler import MASS_BITS, SamplingRows, _high_product, philox, random_words, sample
+from model.sampler import sample
 from model.step_plan import RowSettings, SamplingParameters
 
+VOCABULARY = 40
+GREEDY = SamplingParameters(temperature=0.0)
 
-def rows(*parameters: SamplingParameters) -> SamplingRows:
-    stored = SamplingRows.greedy(len(parameters))
-    stored.store(RowSettings(np.arange(len(parameters), dtype=np.int32), list(parameters)))
-    return stored
+token_ids = st.integers(0, VOCABULARY - 1)
+few_ids = st.lists(token_ids, max_size=4)
 
-
-def draw(logits: torch.Tensor, *parameters: SamplingParameters, position: int = 0) -> list[int]:
-    tokens, failed = sample(logits, rows(*parameters), np.full(len(parameters), position))
-    assert not failed.any()
-    return tokens.tolist()
-
-
-def draws(logits: list[float], count: int = 2000, **parameters: float) -> np.ndarray:
-    """How often each token comes out over `count` seeds."""
-    table = torch.tensor([logits]).repeat(count, 1)
-    tokens = draw(table, *(SamplingParameters(seed=seed, **parameters) for seed in range(count)))
-    return np.bincount(tokens, minlength=len(logits))
-
-
-def slow_sample(logits: np.ndarray, parameters: SamplingParameters, position: int) -> int:
-    """The rules of sampler.py one token at a time, in Python integers."""
-    scaled = (logits - logits.max()) / np.float32(parameters.temperature)
-    mass = [int(m) for m in torch.from_numpy(scaled).exp().numpy() * np.float32(2**MASS_BITS)]
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if 0 < parameters.top_k < len(order):
-        order = order[: parameters.top_k]
-    if parameters.top_p < 1:
-        wanted = max(1, int(np.ceil(parameters.top_p * sum(mass[token] for token in order))))
-        running = np.cumsum([mass[token] for token in order])
-        order = order[: int((running < wanted).sum()) + 1]
-    kept = sorted(order)
-    random = int(random_words(np.array([parameters.seed], np.uint64), np.array([position]))[0])
-    threshold = random * sum(mass[token] for token in kept) >> 64
-    for token in kept:
-        threshold -= mass[token]
-        if threshold < 0:
-            return token
-    raise AssertionError("no token")
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
-    ],
+any_parameters = st.builds(
+    SamplingParameters,
+    temperature=st.sampled_from([0.0, 1e-8, 1e-4, 0.3, 1.0, 2.0, 50.0, 1e30, 1e39]),
+    top_k=st.sampled_from([0, 0, 1, 3, VOCABULARY - 1, VOCABULARY, 10**9]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.0, 0.1, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-14, 0.05, 0.5, 1.0]),
+    typical_p=st.sampled_from([1.0, 1.0, 1e-9, 0.2, 0.9, 0.999]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5, 1e-30, 1e30]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.0]),
+    logit_bias=st.dictionaries(token_ids, st.sampled_from([-100.0, -0.5, 2.0, 100.0, 1e38]), max_size=3),
+    allowed_token_ids=st.one_of(st.just([]), few_ids),
+    bad_words=st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=3),
+    min_tokens=st.integers(0, 3),
+    barred_ids=few_ids,
+    logprobs=st.integers(-1, 3),
+    seed=st.integers(0, 2**64 - 1),
 )
-def test_philox_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
-    """The vectors that Random123 publishes for philox4x32-10."""
-    assert philox(np.array([counter], np.uint64), np.array([key], np.uint64)).tolist() == [words]
+tied_logits = st.lists(
+    st.integers(-6, 6).map(lambda n: n / 2), min_size=VOCABULARY, max_size=VOCABULARY
+)  # few values on purpose: many ties
+any_case = st.builds(
+    Case,
+    logits=tied_logits.map(lambda values: np.array(values, np.float32)),
+    parameters=any_parameters,
+    prompt=st.lists(token_ids, min_size=1, max_size=6),
+    output=st.lists(token_ids, max_size=6),
+)
 
 
-def test_random_words_are_keyed_by_seed_and_position() -> None:
-    seeds = np.array([0, 1, 2**32, 2**64 - 1, 0, 0], np.uint64)
-    positions = np.array([0, 0, 0, 0, 1, 2**40])
-    words = random_words(seeds, positions)
-    assert len(set(words.tolist())) == 6
-    assert words[0] == 0x6627E8D5 | 0xE169C58D << 32
+@settings(max_examples=300, deadline=None)
+@given(cases=st.lists(any_case, min_size=1, max_size=5))
+def test_sampling_equals_the_slow_rules(cases: list[Case]) -> None:
+    """All parameters at once, beside other rows: the vectorised way chooses the tokens of the written-out rules."""
+    outcome = sampled(cases)
+    expected = [slow_sample(case) for case in cases]
+    assert outcome.failed.tolist() == [token < 0 for token in expected]
+    found = [-1 if failed else token for token, failed in zip(outcome.tokens.tolist(), outcome.failed, strict=True)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+def test_large_vocabularies_equal_the_slow_rules(spread: float) -> None:
+    """Thousands of tokens without ties: here floors and bins cut most of them off before anything is sorted."""
+    generator = np.random.default_rng(int(spread * 100))
+    kinds = [
+        {"top_p": 0.95},
+        {"top_p": 0.05},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": 1500, "typical_p": 0.5},
+        {"min_p": 0.02},
+        {"typical_p": 0.2},
+        {"typical_p": 0.95},
+        {"top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "top_k": 900},
+    ]
+    cases = [
+        Case(
+            (generator.standard_normal(3001) * spread).astype(np.float32),
+            SamplingParameters(temperature=temperature, seed=seed, **kind),
+        )
+        for kind in kinds
+        for temperature in (0.5, 1.0, 3.0)
+        for seed in range(4)
+    ]
+    assert tokens_of(cases) == [slow_sample(case) for case in cases]
+
+
+# --- the draw
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
-    logits = torch.zeros(2, 1000)
+    logits = np.zeros((2, 1000), np.float32)
     logits[0, [700, 300, 999]] = 5.0
-    assert draw(logits, *[SamplingParameters(temperature=0.0)] * 2) == [300, 0]
+    assert tokens_of([Case(row, GREEDY) for row in logits]) == [300, 0]
 
 
 def test_tiny_temperatures_are_greedy_and_huge_ones_even() -> None:
     """C23: 1e-8 acts as 0 (equal logits: the lowest id); 1e30 draws every token alike; 1e39 is no infinity."""
     logits = [1.0, 3.0, 3.0, 2.9999]
-    assert draws(logits, temperature=1e-8)[1] == 2000
+    assert counts_of(logits, temperature=1e-8)[1] == 2000
     for temperature in (1e30, 1e39):
-        assert draws(logits, temperature=temperature).min() > 400
+        assert counts_of(logits, temperature=temperature).min() > 400
 
 
 def test_large_logits_do_not_overflow() -> None:
-    assert draws([3e38, -3e38, 1e38], temperature=2.0)[0] == 2000
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = [0.0, 1.0, 2.0, -1.0]
-    expected = torch.tensor(logits).div(0.7).softmax(0).numpy()
-    found = draws(logits, 20_000, temperature=0.7) / 20_000
-    assert np.abs(found - expected).max() < 0.015  # four standard deviations
+    assert counts_of([3e38, -3e38, 1e38], temperature=2.0)[0] == 2000
 
 
 def test_top_k_keeps_the_lowest_ids_at_the_edge() -> None:
     """Three tokens share the second-largest logit; k = 3 leaves room for two of them."""
-    assert set(np.flatnonzero(draws([1.0, 5.0, 2.0, 2.0, 2.0, 0.0], top_k=3))) == {1, 2, 3}
+    assert kept_ids([1.0, 5.0, 2.0, 2.0, 2.0, 0.0], top_k=3) == {1, 2, 3}
+
+
+def test_negative_zero_is_equal_to_zero() -> None:
+    """Among equals the lowest id is kept, whatever the sign of a zero."""
+    assert kept_ids([-0.0, 0.0, -1.0], top_k=1) == {0}
+    assert kept_ids([0.0, -0.0, -1.0], top_k=1) == {0}
 
 
 def test_top_p_keeps_the_fewest_that_reach_the_share() -> None:
-    logits = np.log([0.5, 0.2, 0.2, 0.1]).tolist()
-    assert set(np.flatnonzero(draws(logits, top_p=0.45))) == {0}
-    assert set(np.flatnonzero(draws(logits, top_p=0.6))) == {0, 1}
-    assert set(np.flatnonzero(draws(logits, top_p=0.85))) == {0, 1, 2}
+    logits = np.log([0.5, 0.2, 0.2, 0.1])
+    assert kept_ids(logits, top_p=0.45) == {0}
+    assert kept_ids(logits, top_p=0.6) == {0, 1}
+    assert kept_ids(logits, top_p=0.85) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-9])
 def test_a_vanishing_top_p_keeps_the_best_token(top_p: float) -> None:
     """C23."""
-    assert draws([1.0, 2.0, 2.0], top_p=top_p)[1] == 2000
+    assert kept_ids([1.0, 2.0, 2.0], top_p=top_p) == {1}
 
 
 @pytest.mark.parametrize("top_k", [0, 3, 4, 10**9])
 def test_top_k_of_the_vocabulary_or_more_is_off(top_k: int) -> None:
     logits = [0.3, 0.1, 0.2]
-    assert draws(logits, top_k=top_k).tolist() == draws(logits).tolist()
+    assert counts_of(logits, top_k=top_k).tolist() == counts_of(logits).tolist()
 
 
 def test_top_k_comes_before_top_p() -> None:
     """Of 0.4, 0.3, 0.3 with k = 2 the first holds 4/7 of what is left: more than half of it, less than half of all."""
-    logits = np.log([0.4, 0.3, 0.3]).tolist()
-    assert set(np.flatnonzero(draws(logits, top_k=2, top_p=0.5))) == {0}
-    assert set(np.flatnonzero(draws(logits, top_p=0.5))) == {0, 1}
+    logits = np.log([0.4, 0.3, 0.3])
+    assert kept_ids(logits, top_k=2, top_p=0.5) == {0}
+    assert kept_ids(logits, top_p=0.5) == {0, 1}
 
 
-def test_a_flat_distribution_widens_the_search() -> None:
-    """top-p 0.9 of 5,000 equal tokens: the first 4,500 ids, far more than the search starts with."""
-    logits = torch.zeros(300, 5000)
-    tokens = draw(logits, *(SamplingParameters(top_p=0.9, seed=seed) for seed in range(300)))
-    assert max(tokens) < 4500
-    assert max(tokens) > 4300
-    assert min(tokens) < 100
+def test_min_p_of_one_keeps_all_that_are_as_likely_as_the_best() -> None:
+    """C23."""
+    assert kept_ids([2.0, 1.0, 2.0, 1.999], min_p=1.0) == {0, 2}
+
+
+def test_a_vanishing_typical_p_keeps_the_most_typical_token() -> None:
+    """Of 0.6, 0.3, 0.1 the entropy is 0.898 nats, and -ln 0.3 = 1.204 is closer to it than -ln 0.6 = 0.511."""
+    assert kept_ids(np.log([0.6, 0.3, 0.1]), typical_p=1e-9) == {1}
+
+
+# --- rows beside each other
+
+
+def test_extremes_change_no_neighbour() -> None:
+    """C23, all in one batch: every row gives a valid token, and the greedy row's is the one that it has alone."""
+    logits = np.random.default_rng(5).standard_normal(500).astype(np.float32) * 4
+    extremes = [
+        *({"temperature": value} for value in (0.0, 1e-8, 1e-5, 2.0, 100.0, 1e30, 1e39)),
+        *({"top_p": value} for value in (0.0, 1e-9, 1.0 - 1e-16)),
+        *({"top_k": value} for value in (1, 500, 501, 10**9)),
+        *({"min_p": value} for value in (0.0, 1e-300, 1.0)),
+        *({"typical_p": value} for value in (1e-300, 1e-9, 1.0 - 1e-16)),
+        *({"repetition_penalty": value} for value in (1e-300, 1e300)),
+        *({"presence_penalty": value, "frequency_penalty": value} for value in (-2.0, 2.0)),
+        *({"logit_bias": {3: value}} for value in (-1e300, -100.0, 100.0, 1e300)),
+    ]
+    cases = [Case(logits, SamplingParameters(**kind), [1, 2, 3], [3, 4]) for kind in extremes]
+    neighbour = Case(logits, GREEDY)
+    tokens = tokens_of([neighbour, *cases, neighbour])
+    assert tokens[0] == tokens[-1] == tokens_of([neighbour])[0] == int(logits.argmax())
+    assert tokens[1:-1] == [slow_sample(case) for case in cases]
 
 
 def test_a_row_is_drawn_as_if_alone() -> None:
-    """C24: equal seeds and positions draw equal tokens, whatever stands beside them and in whatever order."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(12, 3000, generator=generator) * 3
+    """C24: the token and its log-probabilities are the same alone, among 40 others and in another order."""
+    generator = np.random.default_rng(0)
     kinds = [
-        SamplingParameters(temperature=0.0),
-        SamplingParameters(temperature=0.8, seed=42),
-        SamplingParameters(temperature=1.2, top_k=40, seed=7),
-        SamplingParameters(top_p=0.9, seed=2**64 - 1),
-        SamplingParameters(temperature=1e-8),
-        SamplingParameters(temperature=0.8, top_k=5, top_p=0.5, seed=9),
-    ] * 2
-    together = draw(logits, *kinds, position=17)
-    alone = [draw(logits[row : row + 1], kinds[row], position=17)[0] for row in range(12)]
-    order = np.random.default_rng(0).permutation(12)
-    shuffled = draw(logits[order], *(kinds[row] for row in order), position=17)
-    assert together == alone
-    assert [together[row] for row in order] == shuffled
-    assert draw(logits, *kinds, position=18) != together
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 42},
+        {"temperature": 1.2, "top_k": 40, "seed": 7, "logprobs": 4},
+        {"top_p": 0.9, "seed": 2**64 - 1},
+        {"temperature": 1e-8, "repetition_penalty": 1.4, "logprobs": 0},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.5, "seed": 9, "presence_penalty": 1.0},
+        {"min_p": 0.05, "logit_bias": {5: 9.0}, "seed": 5},
+        {"typical_p": 0.7, "bad_words": [[7, 8, 9]], "seed": 6, "logprobs": 4},
+        {"typical_p": 0.7, "top_p": 0.95, "allowed_token_ids": list(range(100)), "seed": 8},
+        {"min_tokens": 5, "barred_ids": [1, 2], "logprobs": 4, "seed": 3},
+    ]
+    cases = [
+        Case(
+            (generator.standard_normal(3000) * 3).astype(np.float32),
+            SamplingParameters(**kinds[row % len(kinds)]),
+            generator.integers(0, 3000, 20).tolist(),
+            [*generator.integers(0, 3000, 4).tolist(), 7, 8],
+        )
+        for row in range(41)
+    ]
+    together = sampled(cases)
+    assert not together.failed.any()
+    order = generator.permutation(41)
+    shuffled = sampled([cases[row] for row in order])
+    assert shuffled.tokens.tolist() == together.tokens[order].tolist()
+    alone = [sampled([case]) for case in cases]
+    assert [one.tokens.item() for one in alone] == together.tokens.tolist()
+    assert together.logprobs is not None
+    asking = [one.logprobs for one in alone if one.logprobs is not None]
+    assert [float(one.chosen[0]) for one in asking] == together.logprobs.chosen.tolist()
+    assert [int(one.ranks[0]) for one in asking] == together.logprobs.ranks.tolist()
+    for one, ids, values in zip(asking, together.logprobs.ids, together.logprobs.values, strict=True):
+        count = one.ids.shape[1]
+        assert (one.ids[0].tolist(), one.values[0].tolist()) == (ids[:count].tolist(), values[:count].tolist())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_is_flagged_and_harms_nobody(bad: float) -> None:
     """C38: the flag is raised for it alone, its id is a valid one, its neighbours draw what they draw without it."""
-    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
-    kinds = [SamplingParameters(temperature=t, top_p=p, seed=3) for t, p in ((0, 1), (1, 1), (1, 0.5), (0, 1))]
-    before = draw(logits, *kinds)
-    for row in range(4):
-        broken = logits.clone()
-        broken[row, 50] = bad
-        tokens, failed = sample(broken, rows(*kinds), np.zeros(4, np.int64))
-        assert failed.tolist() == [r == row for r in range(4)]
-        assert [t for r, t in enumerate(tokens.tolist()) if r != row] == [t for r, t in enumerate(before) if r != row]
-        assert 0 <= tokens[row] < 100
-
-
-@given(random=st.integers(0, 2**64 - 1), total=st.integers(0, 2**63 - 1))
-def test_the_scaled_random_number_is_exact(random: int, total: int) -> None:
-    """Every carry between the 32-bit halves: compared with Python's long integers."""
-    product = _high_product(np.array([random], np.uint64), torch.tensor([[total]]))
-    assert product.item() == random * total >> 64
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    logits=st.lists(st.integers(-6, 6).map(lambda n: n / 2), min_size=1, max_size=40),
-    temperature=st.sampled_from([1e-3, 0.3, 1.0, 2.0, 50.0]),
-    top_k=st.integers(0, 45),
-    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
-    seed=st.integers(0, 2**64 - 1),
-    position=st.integers(0, 2**20),
-)
-def test_sampling_equals_the_slow_rules(
-    logits: list[float], temperature: float, top_k: int, top_p: float, seed: int, position: int
-) -> None:
-    """Many ties on purpose: the vectorised path and the written-out rules choose the same token."""
-    parameters = SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    array = np.array(logits, np.float32)
-    assert draw(torch.from_numpy(array)[None], parameters, position=position) == [
-        slow_sample(array, parameters, position)
+    logits = np.random.default_rng(1).standard_normal(100).astype(np.float32)
+    broken = logits.copy()
+    broken[50] = bad
+    kinds = [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0},
+        {"top_p": 0.5, "frequency_penalty": 0.5},
+        {"top_k": 7, "logit_bias": {50: 3.0}},
+        {"typical_p": 0.5, "min_p": 0.01, "logprobs": 0},
+        {"allowed_token_ids": [3, 50]},
     ]
+    before = tokens_of([Case(logits, SamplingParameters(seed=3, **kind), [4], [50]) for kind in kinds])
+    for row in range(len(kinds)):
+        cases = [
+            Case(broken if other == row else logits, SamplingParameters(seed=3, **kind), [4], [50])
+            for other, kind in enumerate(kinds)
+        ]
+        outcome = sampled(cases)
+        assert outcome.failed.tolist() == [other == row for other in range(len(kinds))]
+        assert 0 <= outcome.tokens[row] < 100
+        others = [token for other, token in enumerate(outcome.tokens.tolist()) if other != row]
+        assert others == [token for other, token in enumerate(before) if other != row]
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5}, {"typical_p": 0.5}])
+def test_a_row_of_which_everything_is_banned_fails_alone(kind: dict) -> None:
+    logits = np.random.default_rng(2).standard_normal(20).astype(np.float32)
+    nothing = SamplingParameters(allowed_token_ids=[4, 5], bad_words=[[4], [5]], logprobs=2, **kind)
+    outcome = sampled([Case(logits, SamplingParameters(**kind)), Case(logits, nothing), Case(logits, GREEDY)])
+    assert outcome.failed.tolist() == [False, True, False]
+    assert 0 <= outcome.tokens[1] < 20
+    assert outcome.tokens[[0, 2]].tolist() == tokens_of(
+        [Case(logits, SamplingParameters(**kind)), Case(logits, GREEDY)]
+    )
+
+
+def test_a_row_that_is_given_to_another_keeps_nothing() -> None:
+    """Every kind of setting is stored, and then a plain row takes the place: nothing of it is left."""
+    logits = np.arange(20, dtype=np.float32)
+    everything = SamplingParameters(
+        temperature=3.0,
+        top_k=3,
+        top_p=0.4,
+        min_p=0.2,
+        typical_p=0.3,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={0: 100.0},
+        allowed_token_ids=[0, 1, 2],
+        bad_words=[[3], [4, 1]],
+        min_tokens=10,
+        barred_ids=[0],
+        logprobs=4,
+        seed=5,
+    )
+    rows = np.array([1], np.int32)
+    table = stored([Case(logits, everything, [1, 2], [4])], rows)
+    table.add(rows, np.array([2], np.int32))
+    table.store(RowSettings(rows, [GREEDY]))
+    outcome = sample(torch.from_numpy(logits.copy())[None], table.take(rows), np.array([4]))
+    assert outcome.tokens.tolist() == [19]
+    assert outcome.logprobs is None
+    assert not table.adjustments.asks.any()

@@ -1,9 +1,10 @@
 // Runs CUDA kernels on a CPU, so that tests can check their arithmetic, indices and synchronization without a GPU.
 //
 // A thread is a fiber; the fibers of a block take turns, and switch only where they wait for each other: at a warp's
-// exchange (shuffles, votes, ldmatrix, mma) and at __syncthreads. Blocks run one after the other. What cannot be seen
-// here: speed, races between blocks, and data races that the order of the fibers happens to hide (the order is shuffled
-// by seed). Strict where hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only
+// exchange (shuffles, votes, ldmatrix, mma), at __syncthreads and at a cluster's barrier. The blocks of a cluster take
+// turns like the warps of one; clusters, and blocks without one, run one after the other. What cannot be seen here:
+// speed, races between clusters, and data races that the order of the fibers happens to hide (the order is shuffled by
+// seed). __shared__ variables are one for all blocks of a cluster, so its kernels use DYNAMIC_SHARED alone. Strict where hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only
 // when somebody waits for them, until then the target holds junk; wgmma reads its operands and writes its results only
 // when its own warp waits for it, until then the results are NaN; misaligned copies abort.
 #pragma once
@@ -88,8 +89,9 @@ emulator_switch:
 
 namespace emulator {
 
-constexpr int STACK = 256 * 1024, SHARED = 232448, LANE_BYTES = 48;
-alignas(1024) static unsigned char shared[SHARED];
+constexpr int STACK = 256 * 1024, SHARED = 232448, LANE_BYTES = 48, CLUSTER = 8;
+alignas(1024) static unsigned char all_shared[CLUSTER][(SHARED + 1023) / 1024 * 1024];
+static unsigned char* shared = all_shared[0];  // of the block that has its turn
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "emulator: %s (block %u,%u thread %u)\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
@@ -98,7 +100,7 @@ alignas(1024) static unsigned char shared[SHARED];
 
 struct Copy { unsigned char* target; const void* source; u32 bytes; };
 struct Group { int number; Copy copy; };  // of cp.async
-struct Barrier { u32 address; int arrivals, pending; long bytes; u32 phase; int waiters; std::vector<Copy> copies; };
+struct Barrier { int block; u32 address; int arrivals, pending; long bytes; u32 phase; int waiters; std::vector<Copy> copies; };
 struct Product {  // one wgmma, by one thread
   int group;  // the open one is `Fiber::product_group`
   float* d;
@@ -125,13 +127,21 @@ struct Fiber {
   std::vector<Product> products;  // wgmma, not yet carried out
   int product_group = 0;
   bool has_begun = false;  // wgmma_begin() since the last wait
+  u32 cluster_turn = 0;  // arrivals at the cluster's barrier
+};
+struct Block {
+  int alive, arrived, vote, result;
+  u32 generation = 0;
 };
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Barrier*> barriers;
-static int current, alive, block_arrived, block_or, block_result;
-static u32 block_generation;
+static Block blocks[CLUSTER];
+static int current, block, alive;  // fiber, its block in the cluster; threads of the cluster that have not ended
+static int cluster_blocks;         // of the launch
+static int cluster_missing;        // of these, those that have not come to the cluster's barrier
+static u32 cluster_generation;     // times that it has opened
 static void* scheduler;
 static void (*entry)(void*);
 static void* entry_argument;
@@ -142,17 +152,27 @@ inline void yield_until_changed(const u32* word, u32 seen) {
   fiber.seen = seen;
   emulator_switch(&fiber.pointer, scheduler);
 }
+inline void cluster_opens() {
+  if (cluster_missing) return;
+  ++cluster_generation;
+  cluster_missing = alive;
+}
 inline void thread_main() {
   entry(entry_argument);
   fibers[current].done = true;
   --alive;
+  --blocks[block].alive;
+  if (fibers[current].cluster_turn == cluster_generation) {
+    --cluster_missing;
+    cluster_opens();
+  }
   void* unused;
   emulator_switch(&unused, scheduler);
 }
 
 // Every lane gives `bytes` bytes and sees all lanes' in return
 inline unsigned char (*exchange(const void* mine, int bytes))[LANE_BYTES] {
-  Warp& warp = warps[threadIdx.x / 32];
+  Warp& warp = warps[current / 32];
   const u32 generation = warp.generation;
   auto* lanes = warp.lanes[generation & 1];
   memcpy(lanes[threadIdx.x % 32], mine, bytes);
@@ -169,18 +189,19 @@ template <class T> T lane_value(unsigned char (*lanes)[LANE_BYTES], int lane) {
   memcpy(&value, lanes[lane], sizeof value);
   return value;
 }
+inline void block_opens(Block& b) {
+  b.arrived = 0;
+  b.result = b.vote;
+  b.vote = 0;
+  ++b.generation;
+}
 inline int block_sync(int vote) {
-  block_or |= vote;
-  const u32 generation = block_generation;
-  if (++block_arrived >= alive) {
-    block_arrived = 0;
-    block_result = block_or;
-    block_or = 0;
-    ++block_generation;
-  } else {
-    yield_until_changed(&block_generation, generation);
-  }
-  return block_result;
+  Block& b = blocks[block];
+  b.vote += vote;
+  const u32 generation = b.generation;
+  if (++b.arrived >= b.alive) block_opens(b);
+  else yield_until_changed(&b.generation, generation);
+  return b.result;
 }
 
 inline void carry_out(const Copy& copy) { memcpy(copy.target, copy.source, copy.bytes); }
@@ -201,34 +222,46 @@ inline bool deliver(Barrier& b) {  // the bytes of copies that were ordered; fal
 }
 
 // Let a thread go on until it waits; false if it has ended, or what it waits for has not come
-inline bool resume(int thread) {
-  Fiber& fiber = fibers[thread];
+inline bool resume(int fiber_index) {
+  Fiber& fiber = fibers[fiber_index];
   if (fiber.done || (fiber.waits_on && *fiber.waits_on == fiber.seen)) return false;
   fiber.waits_on = nullptr;
-  current = threadIdx.x = thread;
+  current = fiber_index;
+  blockIdx.x += current / blockDim.x - block;
+  block = current / blockDim.x;
+  threadIdx.x = current % blockDim.x;
+  shared = all_shared[block];
   emulator_switch(&scheduler, fiber.pointer);
   return true;
 }
 
 template <class Call>
-void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
+void run(const unsigned* grid, unsigned cluster, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
   if (shared_bytes > SHARED) fail("too much shared memory");
+  if (cluster > CLUSTER || grid[0] % cluster) fail("a grid that is not made of clusters");
+  const unsigned count = cluster * threads;
+  cluster_blocks = cluster;
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   entry = [](void* argument) { (*(Call*)argument)(); };
   entry_argument = &call;
-  if (fibers.size() < threads) fibers.resize(threads);
-  warps.assign(threads / 32, Warp());
-  std::vector<int> order(threads / 32);
+  if (fibers.size() < count) fibers.resize(count);
+  warps.assign(count / 32, Warp());
+  std::vector<int> order(count / 32);
   for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
-        memset(shared, 0xff, shared_bytes);  // NaN
+      for (unsigned first = 0; first < grid[0]; first += cluster) {
+        blockIdx.x = first;
+        block = 0;
+        for (unsigned b = 0; b < cluster; ++b) {
+          memset(all_shared[b], 0xff, shared_bytes);  // NaN
+          blocks[b] = {(int)threads, 0, 0, 0, 0};
+        }
         for (Barrier* barrier : barriers) delete barrier;
         barriers.clear();
-        block_arrived = block_or = 0;
-        alive = threads;
-        for (unsigned i = 0; i < threads; ++i) {
+        alive = cluster_missing = count;
+        cluster_generation = 0;
+        for (unsigned i = 0; i < count; ++i) {
           Fiber& fiber = fibers[i];
           const int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
           if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, access, kind, -1, 0);
@@ -242,6 +275,7 @@ void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned
           fiber.products.clear();
           fiber.product_group = 0;
           fiber.has_begun = false;
+          fiber.cluster_turn = 0;
         }
         for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
         auto random = [&seed] { return (seed = seed * 1664525u + 1013904223u) >> 8; };
@@ -257,17 +291,15 @@ void run(const unsigned* grid, unsigned threads, unsigned shared_bytes, unsigned
             }
           }
           if (!moved)  // perhaps only because nobody had a turn
-            for (unsigned i = 0; i < threads; ++i) moved |= resume(i);
+            for (unsigned i = 0; i < count; ++i) moved |= resume(i);
           if (!moved)  // everybody waits: copies arrive no later than now
             for (Barrier* barrier : barriers) moved |= barrier->waiters && deliver(*barrier);
           // a thread that ended may have been the last one that a barrier waits for
-          if (block_arrived && block_arrived >= alive) {
-            block_arrived = 0;
-            block_result = block_or;
-            block_or = 0;
-            ++block_generation;
-            moved = true;
-          }
+          for (unsigned b = 0; b < cluster; ++b)
+            if (blocks[b].arrived && blocks[b].arrived >= blocks[b].alive) {
+              block_opens(blocks[b]);
+              moved = true;
+            }
           if (!moved && alive) fail("deadlock: threads wait for each other");
         }
         for (const Warp& warp : warps) if (warp.arrived) fail("a warp ended inside an exchange");
@@ -289,7 +321,7 @@ inline unsigned char* at(u32 address) {
   return shared + (int)(address - 1024);  // shared addresses are offsets from `shared`, and never 0
 }
 inline Barrier& barrier_at(u32 address) {
-  for (Barrier* barrier : barriers) if (barrier->address == address) return *barrier;
+  for (Barrier* barrier : barriers) if (barrier->block == block && barrier->address == address) return *barrier;
   fail("a barrier that was not initialized");
 }
 
@@ -298,6 +330,7 @@ inline Barrier& barrier_at(u32 address) {
 // ---- what CUDA C++ provides ----------------------------------------------------------------------------------------
 inline void __syncthreads() { emulator::block_sync(0); }
 inline int __syncthreads_or(int vote) { return emulator::block_sync(vote != 0) != 0; }
+inline int __syncthreads_count(int vote) { return emulator::block_sync(vote != 0); }
 inline void __syncwarp() {
   const char nothing = 0;
   emulator::exchange(&nothing, 1);
@@ -320,10 +353,20 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline int __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __clzll(i64 x) { return x ? __builtin_clzll(x) : 64; }
 inline u64 __umul64hi(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
 inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fadd_rz(float x, float y) {  // exact in double, for what the kernels add; then cut off
+  const double sum = (double)x + y;
+  const float nearest = (float)sum;
+  return std::fabs((double)nearest) > std::fabs(sum) ? std::nextafterf(nearest, 0.f) : nearest;
+}
 inline double __hiloint2double(int high, int low) { return bits_as<double>((u64)(u32)high << 32 | (u32)low); }
 template <class T> T __ldcg(const T* p) { return *p; }
 inline void __threadfence() {}
@@ -333,6 +376,17 @@ inline u32 atomicAdd(u32* p, u32 x) {
   *p += x;
   return old;
 }
+inline u64 atomicMax(u64* p, u64 x) {
+  const u64 old = *p;
+  *p = max(old, x);
+  return old;
+}
+inline u32 atomicOr(u32* p, u32 x) {
+  const u32 old = *p;
+  *p |= x;
+  return old;
+}
+inline u32 atomicExch(u32* p, u32 x) { return std::exchange(*p, x); }
 
 // ---- what ptx.cuh provides -----------------------------------------------------------------------------------------
 inline float exp2_fast(float x) { return exp2f(x); }
@@ -426,11 +480,34 @@ template <class E> void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
   }
 }
 
+#ifdef HOPPER
+inline int cluster_rank() { return emulator::block; }
+inline int cluster_size() { return emulator::cluster_blocks; }
+inline void cluster_arrive() {
+  auto& fiber = emulator::fibers[emulator::current];
+  if (fiber.cluster_turn++ != emulator::cluster_generation) emulator::fail("cluster_arrive() twice without a wait");
+  --emulator::cluster_missing;
+  emulator::cluster_opens();
+}
+inline void cluster_wait() {
+  const u32 turn = emulator::fibers[emulator::current].cluster_turn;
+  if (emulator::cluster_generation < turn) emulator::yield_until_changed(&emulator::cluster_generation, turn - 1);
+}
+template <class T> T* of_block(T* p, int rank) {
+  return (T*)(emulator::all_shared[rank] + ((unsigned char*)p - emulator::shared));
+}
+#else
+inline int cluster_rank() { return 0; }
+inline int cluster_size() { return 1; }
+inline void cluster_arrive() {}
+inline void cluster_wait() { __syncthreads(); }
+template <class T> T* of_block(T* p, int) { return p; }
+#endif
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
 #ifdef HOPPER
 inline void barrier_init(u32 barrier, u32 arrivals) {
-  emulator::barriers.push_back(new emulator::Barrier{barrier, (int)arrivals, (int)arrivals, 0, 0, 0, {}});
+  emulator::barriers.push_back(new emulator::Barrier{emulator::block, barrier, (int)arrivals, (int)arrivals, 0, 0, 0, {}});
 }
 inline void barrier_init_fence() {}
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {

@@ -13,8 +13,9 @@ from cuda.launch import Argument, ArgumentBlock, Grid, Kernel, KernelSpec
 HEADER = Path(__file__).parent / "emulated_gpu.hpp"
 
 ENTRY = """
-extern "C" void run_{index}(const unsigned* grid, unsigned block, unsigned shared, unsigned seed, void** arguments) {{
-  emulator::run(grid, block, shared, seed, [arguments] {{ emulator::invoke({kernel}, arguments); }});
+extern "C" void run_{index}(
+    const unsigned* grid, unsigned cluster, unsigned block, unsigned shared, unsigned seed, void** arguments) {{
+  emulator::run(grid, cluster, block, shared, seed, [arguments] {{ emulator::invoke({kernel}, arguments); }});
 }}
 extern "C" int parameters_{index}(int* sizes) {{ return emulator::parameter_sizes({kernel}, sizes); }}
 """
@@ -38,8 +39,14 @@ class EmulatedKernel:
         self._arguments.pack(arguments)
         sizes = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)[:3]
         self.seed += 1
+        spec = self._spec
         self._run(
-            (ctypes.c_uint * 3)(*sizes), self._spec.block, self._spec.shared_bytes, self.seed, self._arguments.pointers
+            (ctypes.c_uint * 3)(*sizes),
+            spec.cluster,
+            spec.block,
+            spec.shared_bytes,
+            self.seed,
+            self._arguments.pointers,
         )
 
 

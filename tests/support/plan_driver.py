@@ -60,7 +60,13 @@ class PlanDriver:
         wanted = [tokens] * len(prompts) if isinstance(tokens, int) else list(tokens)
         waiting = [Running(row, list(p), w) for row, (p, w) in enumerate(zip(prompts, wanted, strict=True))]
         everyone = list(waiting)
-        settings = RowSettings(np.arange(len(prompts), dtype=np.int32), list(sampling or [GREEDY] * len(prompts)))
+        parameters = list(sampling or [GREEDY] * len(prompts))
+        settings = RowSettings(
+            rows=np.arange(len(prompts), dtype=np.int32),
+            parameters=parameters,
+            prompts=int32(*(len(prompt) for prompt in prompts)),
+            histories=[int32(*(p if s.needs_history else [])) for p, s in zip(prompts, parameters, strict=True)],
+        )
         running: list[Running] = []
         while waiting or any(len(s.output) < s.wanted for s in running):
             joining = len(waiting) if arrive is None else min(arrive, len(waiting))

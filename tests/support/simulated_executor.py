@@ -168,6 +168,11 @@ class SimulatedExecutor:
         assert (np.diff(plan.query_starts)[: plan.decodes] == 1).all()
         assert plan.samples[: plan.decodes].all()
         assert plan.query_starts[-1] == len(plan.token_ids)
+        if (scored := plan.scored) is not None:
+            assert len(scored.places) == len(scored.targets) > 0
+            assert scored.places.max() < len(plan.token_ids)
+        if plan.settings is not None and any(p.needs_history for p in plan.settings.parameters):
+            assert len(plan.settings.prompts) == len(plan.settings.histories) == len(plan.settings.rows)
 
     def check_groups(self, plan: StepPlan) -> None:
         """Members of a group decode, each in one group, and begin with the same frames, which are full."""

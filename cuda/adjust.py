@@ -1,0 +1,72 @@
+"""Launcher of adjust.cu: penalties, biases and bans, and the words in which a row's lists travel."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda.launch import KernelLoader, KernelSpec
+from cuda.scatter import DeviceState
+from cuda.tensors import check_tensor
+from mm.addresses import Int32Array
+
+THREADS = 512
+BLOCKS = 64  # each has a table of the vocabulary
+LISTS_HEADER_WORDS = 8
+
+
+def pack_lists(
+    vocabulary: int,
+    biases: Mapping[int, float],
+    allowed_ids: Sequence[int],
+    barred_ids: Sequence[int],
+    bad_words: Sequence[Sequence[int]],
+) -> Int32Array:
+    """What adjust.cu applies to a row, as it wants it. allowed_ids: empty: all. Ids are below `vocabulary`."""
+    largest = float(np.finfo(np.float32).max)
+    values = np.clip(np.array(list(biases.values()), np.float64), -largest, largest).astype(np.float32)
+    lengths = [len(word) for word in bad_words]
+    parts = [
+        np.array([*biases, *values.view(np.int32)], np.int32),
+        np.array(barred_ids, np.int32),
+        np.array([*np.cumsum([0, *lengths]), *(token for word in bad_words for token in word)], np.int32),
+        _mask_of(vocabulary, allowed_ids) if len(allowed_ids) else np.empty(0, np.int32),
+    ]
+    begins = LISTS_HEADER_WORDS + np.cumsum([0, *(len(part) for part in parts[:-1])])
+    header = np.array([len(biases), len(barred_ids), len(bad_words), len(allowed_ids) > 0, *begins], np.int32)
+    return np.concatenate((header, *parts))
+
+
+def _mask_of(vocabulary: int, ids: Sequence[int]) -> Int32Array:
+    """(ceil(vocabulary / 32),): bit id % 32 of word id // 32 is set for every id."""
+    bits = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
+    bits[np.asarray(ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def adjust_bytes(sequences: int, vocabulary: int) -> int:
+    """Device memory of an Adjust."""
+    return 4 * (BLOCKS * vocabulary + sequences)
+
+
+class Adjust:
+    """Adjusts the logits of one DeviceState and vocabulary."""
+
+    def __init__(self, loader: KernelLoader, state: DeviceState, vocabulary: int) -> None:
+        self.state, self.vocabulary = state, vocabulary
+        (self._kernel,) = loader.load("adjust.cu", [KernelSpec("adjust", "PPPPPPPii", THREADS, overlap=True)])
+        device = state.upload.device
+        self._counts = torch.zeros(BLOCKS, vocabulary, dtype=torch.int32, device=device)
+        self.masked = torch.zeros(state.max_sequences, dtype=torch.int32, device=device)
+
+    def __call__(self, stream: int, logits: Tensor, padded_sequences: int) -> None:
+        """Adjust the rows that sample and ask for it, in place: logits (padded_sequences, V) float32, row s of sequence
+        s. `masked` (max_sequences,) tells `Sample` about them.
+        """
+        state = self.state
+        check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
+        self._kernel.launch(
+            stream, min(BLOCKS, padded_sequences), logits, state.rows, state.samples, state.lengths,
+            state.settings, self._counts, self.masked, padded_sequences, self.vocabulary,
+        )  # fmt: skip

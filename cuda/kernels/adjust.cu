@@ -1,0 +1,123 @@
+// adjust: penalties, biases and bans on logits, in place, before sample: step A of model/sampler.py.
+//
+// A fixed number of blocks, each with rows of the step in turn; a block that finds no row that asks ends at once. How
+// often a row has each token is counted anew in each step from its history, in a table of the block's own [V] that is
+// zero before and after: whoever takes a token's count out first, applies it. So no row needs a table of the vocabulary,
+// and nothing depends on an order.
+//
+//   logits [S, V] float32; rows, samples, lengths [S] and settings [R] as scatter.cu writes them
+//   settings[row].history [...] int32: the row's tokens by position, lengths[s] of them
+//   settings[row].lists: int32 words, or null. Words 0 ... 2: how many biases, barred ids and bad words; 3: whether there
+//     is a mask; 4 ... 7: the word at which each of them begins:
+//       biases: ids, values (float)        barred: ids
+//       bad words: where each begins among the tokens, one entry more; the tokens
+//       mask: ceil(V / 32) words, bit id % 32 of word id / 32 set where a token may come
+//   counts [blocks, V]: zero before and after
+//   masked [S]: of rows that ask: how many logits are minus infinity now and were finite; -1: one was not finite
+#include "settings.cuh"
+
+constexpr int BLOCK = 512;
+constexpr u32 IN_PROMPT = 0x80000000u;
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
+__device__ __forceinline__ float held(float x) { return fminf(fmaxf(x, -LARGEST_FLOAT), LARGEST_FLOAT); }
+
+struct Adjusted {  // by one thread
+  float* logits;
+  int masked = 0;
+  bool is_bad = false;
+
+  // Change a logit; one that is not finite stays
+  template <class Change> __device__ __forceinline__ void change(int id, const Change& change) {
+    const float x = logits[id];
+    if (is_finite(x)) logits[id] = held(change(x));
+    else is_bad = true;
+  }
+  __device__ __forceinline__ void note(float before) {
+    if (is_finite(before)) ++masked;
+    else is_bad |= before != NEGATIVE_INFINITY;  // one that was so from the start: sample sees one too many
+  }
+  __device__ __forceinline__ void ban(int id) {  // others may ban it too
+    note(__uint_as_float(atomicExch((u32*)logits + id, __float_as_uint(NEGATIVE_INFINITY))));
+  }
+};
+
+__device__ __forceinline__ void penalize(Adjusted& row, const Settings& own, u32* counts, int length, int V) {
+  const float repetition = own.repetition;
+  const int first = (repetition != 1.f ? 0 : own.prompt) + threadIdx.x;
+  for (int i = first; i < length; i += BLOCK) {
+    const int id = own.history[i];
+    if ((u32)id >= V) continue;
+    if (i < own.prompt) atomicOr(counts + id, IN_PROMPT);
+    else atomicAdd(counts + id, 1u);
+  }
+  __syncthreads();
+  for (int i = first; i < length; i += BLOCK) {
+    const int id = own.history[i];
+    const u32 seen = (u32)id < V ? atomicExch(counts + id, 0u) : 0;
+    if (!seen) continue;
+    const u32 count = seen & ~IN_PROMPT;
+    row.change(id, [&](float x) {
+      if (repetition != 1.f) x = x > 0.f ? x / repetition : x * repetition;
+      if (count) x -= __fadd_rn(__fmul_rn(own.frequency, (float)count), own.presence);
+      return x;
+    });
+  }
+}
+
+__device__ __forceinline__ void apply_lists(Adjusted& row, const Settings& own, int length, int V) {
+  const int* const lists = own.lists;
+  const int biases = lists[0], barred = lists[1], words = lists[2];
+  for (int i = threadIdx.x; i < biases; i += BLOCK) {
+    const int* const bias = lists + lists[4] + i;
+    row.change(bias[0], [&](float x) { return x + __int_as_float(bias[biases]); });
+  }
+  __syncthreads();
+  if (lists[3]) {
+    const u32* const mask = (const u32*)lists + lists[7];
+#pragma unroll 4
+    for (int id = threadIdx.x; id < V; id += BLOCK) {
+      if (mask[id >> 5] >> (id & 31) & 1) continue;
+      row.note(row.logits[id]);
+      row.logits[id] = NEGATIVE_INFINITY;
+    }
+    __syncthreads();
+  }
+  if (length - own.prompt < own.min_tokens)
+    for (int i = threadIdx.x; i < barred; i += BLOCK) row.ban(lists[lists[5] + i]);
+  for (int i = threadIdx.x; i < words; i += BLOCK) {
+    const int *const starts = lists + lists[6], *const tokens = starts + words + 1;
+    const int last = starts[i + 1] - 1, before = last - starts[i];  // tokens that must be the row's last ones
+    bool fits = before <= length;
+    for (int j = 1; fits && j <= before; ++j) fits = own.history[length - j] == tokens[last - j];
+    if (fits) row.ban(tokens[last]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
+    float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings, u32* counts,
+    int* masked, int S, int V) {
+  __shared__ u32 masked_of_block;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x & 31;
+  for (int base = blockIdx.x; base < S; base += 32 * gridDim.x) {
+    const int candidate = base + lane * gridDim.x;  // all warps look at the same 32
+    bool asks = candidate < S && rows[candidate] >= 0 && samples[candidate];
+    if (asks) asks = settings[rows[candidate]].adjusts;
+    for (u32 asking = __ballot_sync(ALL_LANES, asks); asking; asking &= asking - 1) {
+      const int s = base + (__ffs(asking) - 1) * gridDim.x;
+      const Settings& own = settings[rows[s]];
+      Adjusted row = {logits + (i64)s * V};
+      if (threadIdx.x == 0) masked_of_block = 0;
+      if (own.repetition != 1.f || own.presence != 0.f || own.frequency != 0.f)
+        penalize(row, own, counts + (i64)blockIdx.x * V, lengths[s], V);
+      __syncthreads();
+      if (own.lists) apply_lists(row, own, lengths[s], V);
+      if (row.masked) atomicAdd(&masked_of_block, (u32)row.masked);
+      const bool is_bad = __syncthreads_or(row.is_bad);
+      if (threadIdx.x == 0) masked[s] = is_bad ? -1 : (int)masked_of_block;
+      __syncthreads();
+    }
+  }
+}

@@ -1,0 +1,130 @@
+"""How each row samples, on its way to a GPU: settings of fixed size, and the memory of rows that need more.
+
+    settings      a record a row (cuda.scatter.SETTINGS), kept here as the device has it; travels in a step's upload
+    words         of rows with lists or penalties: the lists (cuda.adjust.pack_lists), then the tokens by position with
+                  room for more. A device tensor of the row's own; the record holds its addresses
+
+The kernels that sample add to the tokens themselves; here it is seen to that they have room. Everything is enqueued on
+torch's current stream: a tensor that is given back may be used anew at once, by later work on the same stream.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda.adjust import pack_lists
+from cuda.scatter import SamplingChanges, SettingsArray, greedy_settings
+from mm.addresses import Int32Array, Int64Array
+from model.step_plan import RowSettings, SamplingParameters, StepPlan
+
+FIRST_ROOM = 256
+"""Tokens that a row's history has room for, at least."""
+
+NO_HISTORY = np.iinfo(np.int32).max
+
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
+NO_TOKENS = np.empty(0, np.int32)
+NO_PLACES = np.empty(0, np.int64)
+
+
+def row_memory_bytes(rows: int, max_length: int) -> int:
+    """Device memory to keep free for `rows` rows: all of them with histories of 4,096 tokens, twice over, since a row
+    that needs more room copies.
+    """
+    return rows * 2 * 4 * min(4096, max_length)
+
+
+class CudaRows:
+    """Of `rows` rows."""
+
+    def __init__(self, rows: int, vocabulary: int, device: str | torch.device, *, page_locked: bool) -> None:
+        self.settings: SettingsArray = greedy_settings(rows)
+        self._vocabulary, self._device, self._page_locked = vocabulary, device, page_locked
+        self._words: dict[int, Tensor] = {}
+        self._begins: Int32Array = np.zeros(rows, np.int32)  # of the tokens, after the lists
+        self._rooms: Int32Array = np.full(rows, NO_HISTORY, np.int32)
+        self._reporting = 0  # rows that ask for log-probabilities
+
+    def store(self, given: RowSettings) -> SamplingChanges:
+        """Overwrite rows; enqueues the copies of their words. Raises ValueError if a row's history is missing."""
+        rows, parameters = given.rows, given.parameters
+        own = greedy_settings(len(rows))
+        own["seed"] = [p.seed for p in parameters]
+        own["top_p"] = [p.top_p for p in parameters]
+        own["typical_p"] = [p.typical_p for p in parameters]
+        own["least_mass"] = [int(min(p.min_p, 1.0) * 2.0**40) for p in parameters]
+        own["temperature"] = [min(p.temperature, LARGEST) for p in parameters]
+        own["repetition"] = [min(max(p.repetition_penalty, SMALLEST), LARGEST) for p in parameters]
+        own["presence"] = [p.presence_penalty for p in parameters]
+        own["frequency"] = [p.frequency_penalty for p in parameters]
+        own["top_k"] = [p.top_k for p in parameters]
+        own["log_probs"] = [p.logprobs for p in parameters]
+        own["min_tokens"] = [p.min_tokens for p in parameters]
+        own["prompt"] = given.prompts if len(given.prompts) else 0
+        before = self.settings["log_probs"][rows]
+        self._reporting += int((own["log_probs"] >= 0).sum()) - int((before >= 0).sum())
+        for i, (row, p) in enumerate(zip(rows.tolist(), parameters, strict=True)):
+            self._words.pop(row, None)
+            self._rooms[row] = NO_HISTORY
+            if p.needs_history or _has_lists(p):
+                own[i : i + 1] = self._with_words(
+                    row, own[i : i + 1], p, given.histories[i] if given.histories else None
+                )
+        self.settings[rows] = own
+        return SamplingChanges(rows, own)
+
+    def make_room(self, plan: StepPlan) -> SamplingChanges | None:
+        """See to it that every row of a step can add a token to its history. None: there is room."""
+        if not self._words:
+            return None
+        short = plan.rows[plan.lengths >= self._rooms[plan.rows]]
+        if not len(short):
+            return None
+        for row in short.tolist():
+            old, begin = self._words[row], int(self._begins[row])
+            self._place(row, begin, 2 * int(self._rooms[row]))
+            self._words[row][: len(old)].copy_(old)
+        return SamplingChanges(short, self.settings[short])
+
+    def reports(self, plan: StepPlan) -> tuple[Int64Array, int]:
+        """The sequences of a plan that ask for log-probabilities, by place, and how many of the likeliest they get: as
+        many as any of them asks for.
+        """
+        if not self._reporting:
+            return NO_PLACES, 0
+        asked = self.settings["log_probs"][plan.rows]
+        places = np.flatnonzero((asked >= 0) & plan.samples)
+        return places, min(int(asked[places].max(initial=0)), self._vocabulary)
+
+    def _with_words(
+        self, row: int, own: SettingsArray, parameters: SamplingParameters, history: Int32Array | None
+    ) -> SettingsArray:
+        p, lists = parameters, NO_TOKENS
+        if p.needs_history and history is None:
+            raise ValueError("a row with penalties or bad words needs its history")
+        if _has_lists(p):
+            lists = pack_lists(self._vocabulary, p.logit_bias, p.allowed_token_ids, p.barred_ids, p.bad_words)
+        known = history if p.needs_history and history is not None else NO_TOKENS
+        room = max(FIRST_ROOM, 1 << len(known).bit_length()) if p.needs_history else 0
+        self.settings[row] = own[0]
+        self.settings["adjusts"][row] = 1
+        self._place(row, len(lists), room)
+        words = torch.empty(len(lists) + len(known), dtype=torch.int32, pin_memory=self._page_locked)
+        words.numpy()[:] = np.concatenate((lists, known))
+        self._words[row][: len(words)].copy_(words, non_blocking=True)
+        return self.settings[row : row + 1]
+
+    def _place(self, row: int, begin: int, room: int) -> None:
+        """New memory for a row: `begin` words of lists and `room` tokens."""
+        words = torch.empty(begin + room, dtype=torch.int32, device=self._device)
+        self._words[row], self._begins[row] = words, begin
+        self._rooms[row] = room or NO_HISTORY
+        self.settings["lists"][row] = words.data_ptr() if begin else 0
+        self.settings["history"][row] = words.data_ptr() + 4 * begin if room else 0
+
+
+def _has_lists(parameters: SamplingParameters) -> bool:
+    p = parameters
+    bars = p.min_tokens > 0 and bool(p.barred_ids)
+    return bars or bool(p.logit_bias or p.allowed_token_ids or p.bad_words)
