@@ -320,6 +320,7 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline int __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline u64 __umul64hi(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
 inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
@@ -350,6 +351,7 @@ template <class E> u32 pack2(float low, float high) { return round_number<E>(low
 template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), number<E>((u16)(pair >> 16))}; }
 inline u32 load_ordered(const u32* p) { return *p; }
 inline uint4 load_ordered(const uint4* p) { return *p; }
+inline u32 fetch_add_ordered(u32* p, u32 x) { return atomicAdd(p, x); }
 inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
 
 inline void async_copy_16(u32 target, const void* source) {
