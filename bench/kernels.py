@@ -18,7 +18,7 @@ from bench.sampling_kernels import measure_sampling
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
 from cuda.launch import DeviceLoader
-from cuda.paged_decode import FEW, MANY, SOME, DecodeShape, PagedDecode
+from cuda.paged_decode import FEW, MANY_NARROW, MANY_WIDE, DecodeShape, PagedDecode
 from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
 from cuda.shared_prefix import SharedPrefix
@@ -28,7 +28,7 @@ from mm.shared_prefixes import SharedPrefixes
 STREAM_BYTES_PER_S = 4.53e12  # read-only, measured on an H200
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 L2_BYTES = 60e6
-SHAPES = {"few": FEW, "some": SOME, "many": MANY}
+SHAPES = {"few": FEW, "wide": MANY_WIDE, "narrow": MANY_NARROW}
 
 
 def ragged(count: int, low: int, high: int) -> list[int]:
@@ -65,6 +65,8 @@ CASCADES: dict[str, list[tuple[int, int, int]]] = {  # groups: members, tokens t
     "170 groups of 6 x (144 + 100)": [(6, 144, 100)] * 170,
     "170 groups of 6 x (64 + 100)": [(6, 64, 100)] * 170,
     "4 groups of 16 x (1,024 + 120)": [(16, 1024, 120)] * 4,
+    "64 groups of 4 x (1,024 + 200)": [(4, 1024, 200)] * 64,
+    "128 x (256 + 256)": [(128, 256, 256)],
     "8 x (1,024 + 120)": [(8, 1024, 120)],
 }
 PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, new tokens each, tokens after them
@@ -216,7 +218,7 @@ def measure_cascade(
     B, head_dim = len(batches[0].lengths), pool.layout.head_dim
     q = torch.randn(B, heads * head_dim, device="cuda").bfloat16()
     out = torch.empty_like(q)
-    cascade = SharedPrefix(loader, pool, heads, B, least_pages=1, least_saved_bytes=0)
+    cascade = SharedPrefix(loader, pool, heads, B, least_pages=1, always=True)
     words, rows = np.zeros(cascade.words, np.int32), batches[0].rows.cpu().numpy()
     cascade.pack(shared, rows, words)
     cascade.state.copy_(torch.from_numpy(words))

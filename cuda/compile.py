@@ -96,7 +96,7 @@ def build(file: str, instances: Sequence[str], architecture: str, *, cache_folde
     """Device code of kernels/`file` for `architecture` ("sm_90a"), with all `instances`; out of the cache if it is
     there.
 
-    instances: names of kernels, templates with their arguments: "decode_plan", "paged_decode<bf16, 128, 4, 4, 2>".
+    instances: names of kernels, templates with their arguments: "decode_plan", "paged_decode<bf16, 128, 4, 4, 3, 2>".
     Raises: CompileError with NVRTC's log.
     """
     text = read_source(file)

@@ -1,4 +1,4 @@
-"""Launcher of paged_decode.cu: attention of one new token a sequence, with the plan that all layers of a step share."""
+"""Launcher of paged_decode.cu: attention of one new token a sequence, by the plan of decode_plan.cu."""
 
 import math
 from dataclasses import dataclass
@@ -12,17 +12,20 @@ from cuda.launch import KernelLoader, KernelSpec
 from cuda.tensors import check_rows, check_tensor, element_of
 
 MAX_SEQUENCES = 1024  # the plan kernel is one block with one thread a sequence
+MAX_BLOCKS = 1024  # that it can give work to
 LEAST_PAGES = 8  # a block: shorter ranges cost more in merging than they gain
-UNEVEN_PAGES = 16
-"""An item may be so much longer than an even range, and still be left to one block: merging between blocks costs some
-1.7 us (a fence, an atomic, reading the parts), which is what a warp needs for 3-4 pages more. Provisional: arithmetic;
-"short 1 x 300" and "64 x 300" of `pagewalk bench kernels` decide."""
+SNAP_PAGES = 16  # of 128 dims; twice as many of 64, here and below
+"""A block's range begins at the edge of an item that is at most so far from where an even cut would have it. Measured
+on an H200 (8B shape, microseconds with 0 / 16 / 32): 64 x 300 24.0 / 21.3 / 21.3, 256 x 128 38.1 / 33.3 / 33.4."""
+UNEVEN_PAGES = 24
+"""An item may be so much longer than an even range, and still be left to one block. Measured likewise: 56 pages more (1
+x 1,024) cost 1.8 us, 30 (4 x 600) nothing; with 64 dims, 30 pages gain 0.8 us and 52 (8 x 1,024) 0.1."""
 PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """How the kernel fills a multiprocessor. Chosen by measurement: few items want long queues, many want many
+    """How the kernel fills a multiprocessor. Chosen by measurement: few items want many warps for each, many want many
     blocks.
     """
 
@@ -32,10 +35,10 @@ class DecodeShape:
 
 
 FEW = DecodeShape(8, 2, 1)
-SOME = DecodeShape(4, 3, 2)
-MANY = DecodeShape(4, 2, 3)
+MANY_WIDE = DecodeShape(4, 3, 2)  # heads of 128 dims: for a third block there are too few registers
+MANY_NARROW = DecodeShape(4, 2, 3)  # of 64 dims
 BEFORE_HOPPER = DecodeShape(4, 2, 1)  # 99 KB of shared memory a block at most (Ada)
-MAX_FEW_ITEMS, MAX_SOME_ITEMS = 64, 256  # sequences * kv heads
+MAX_FEW_ITEMS = 128  # sequences * kv heads
 
 
 class PagedDecode:
@@ -56,21 +59,25 @@ class PagedDecode:
         self._part_rows = 4 if self.per_item <= 4 else 8
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
         self._multiprocessors = loader.multiprocessors
+        narrow = 128 // layout.head_dim
+        self._snap_pages, self._uneven_pages = SNAP_PAGES * narrow, UNEVEN_PAGES * narrow
         if shape is not None:
             self._shapes = [(MAX_SEQUENCES * self.items, shape)]
         elif loader.capability < 90:
             self._shapes = [(MAX_SEQUENCES * self.items, BEFORE_HOPPER)]
         else:
-            self._shapes = [(MAX_FEW_ITEMS, FEW), (MAX_SOME_ITEMS, SOME), (MAX_SEQUENCES * self.items, MANY)]
-        specs = [KernelSpec("decode_plan", "PPPiiiiiiiPPP", 1024), *[self._spec(shape) for _, shape in self._shapes]]
-        self._plan_kernel, *kernels = loader.load("paged_decode.cu", specs)
+            many = MANY_WIDE if layout.head_dim > 64 else MANY_NARROW
+            self._shapes = [(MAX_FEW_ITEMS, FEW), (MAX_SEQUENCES * self.items, many)]
+        (self._plan_kernel,) = loader.load("decode_plan.cu", [KernelSpec("decode_plan", "PPPiiiiiiiiPPP", 1024)])
+        kernels = loader.load("paged_decode.cu", [self._spec(shape) for _, shape in self._shapes])
         self._kernels = {shape: kernel for (_, shape), kernel in zip(self._shapes, kernels, strict=True)}
 
         device = pool.data.device
         blocks = max(self._blocks(shape) for _, shape in self._shapes)
+        assert blocks <= MAX_BLOCKS
         warps = max(self._blocks(shape) * shape.warps for _, shape in self._shapes)
-        self._plan = torch.zeros(MAX_SEQUENCES + 3, dtype=torch.int32, device=device)
         self._starts = torch.zeros(2 * warps, 4, dtype=torch.int32, device=device)
+        self._spans = torch.zeros(blocks, 4, dtype=torch.int32, device=device)
         self._sequences = torch.zeros(MAX_SEQUENCES, 4, dtype=torch.int32, device=device)
         self._parts = torch.empty(
             2 * blocks, self._part_rows, layout.head_dim + PART_PADDING, dtype=torch.float32, device=device
@@ -99,7 +106,8 @@ class PagedDecode:
         shape = self._shape(len(lengths))
         self._plan_kernel.launch(
             stream, 1, lengths, rows, prefixes, len(lengths), self.items, self._blocks(shape), shape.warps,
-            LEAST_PAGES, UNEVEN_PAGES, page_tables.shape[1], self._plan, self._starts, self._sequences,
+            LEAST_PAGES, self._uneven_pages, self._snap_pages, page_tables.shape[1],
+            self._starts, self._spans, self._sequences,
         )  # fmt: skip
 
     def __call__(
@@ -131,7 +139,7 @@ class PagedDecode:
         shape = self._shape(sequences)
         self._kernels[shape].launch(
             stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables,
-            self._plan, self._starts, self._sequences, prefix_parts, self._parts, self._tickets,
+            self._starts, self._spans, self._sequences, prefix_parts, self._parts, self._tickets,
             self._scale, layout.kv_heads, self.splits, self.group, self.per_item,
             q_stride, out_stride, layout.frame_bytes,
         )  # fmt: skip
@@ -152,6 +160,7 @@ class PagedDecode:
         rings = shape.warps * stages * 2 * layout.page_bytes
         parts = shape.warps * self._part_rows * (layout.head_dim + PART_PADDING) * 4
         instance = (
-            f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}>"
+            f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}, "
+            f"{shape.blocks_per_multiprocessor}>"
         )
         return KernelSpec(instance, "PPPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)

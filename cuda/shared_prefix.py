@@ -19,27 +19,37 @@ from torch import Tensor
 from cuda.errors import ShapeMismatch
 from cuda.frames import FramePool
 from cuda.launch import KernelLoader, KernelSpec
-from cuda.paged_decode import PART_PADDING
+from cuda.paged_decode import SNAP_PAGES
 from cuda.paged_prefill import BLOCK_ROWS, HOPPER, HOPPER_TILE_PAGES
 from cuda.tensors import check_rows, check_tensor, element_of
-from mm.addresses import Int32Array, Int64Array
+from mm.addresses import PAGE_SIZE, Int32Array, Int64Array
 from mm.shared_prefixes import SharedPrefixes
 
-MAX_PARTS = 2048  # members * parts of each, of all groups: 34 MB of workspace at 32 heads of 128
+MAX_PARTS = 2048  # members * parts of each, of all groups: 36 MB of workspace at 32 heads of 128
 MAX_ITEMS = 2048
 ITEM_WORDS, WORK_HEADER = 8, 4
+PART_PADDING = 8  # floats after each part's row: maximum, sum, and unused ones up to a sector
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the longest group, that are tried
-START_TILES = 1.5  # what beginning and ending an item costs, in tiles. Provisional: from the prefix pass of a prototype
+
+# What a launch costs, in microseconds on an H200, fitted to "shared beginnings" of `pagewalk bench kernels`. `dims` is
+# head_dim / 128
+LAUNCH_US = 3.0
+ITEM_US = 1.5, 2.5  # an item of a multiprocessor: fixed, and times dims
+TILE_US = 0.2, 1.25  # a tile, likewise
+PART_US = 0.15  # to write a part and go on from it, of one member and kv head; a multiprocessor's share of all these
 
 LEAST_PAGES = 4
-"""A group that shares less decodes as it would alone: a part costs a member's head 1 KB of traffic each way through the
-L2, which is half a page. Provisional: from arithmetic; `pagewalk bench kernels` has the lines that decide."""
+"""A group that shares less decodes as it would alone: its item would cost as much as 3 tiles more."""
 
-LEAST_SAVED_BYTES = 64 << 20
-"""Bytes of one layer that are read less often, of all groups, from which on the pass pays. A launch costs some 7 us
-beside its bytes, and plain decode reads shared frames again from the L2 at about 8 TB/s. Provisional, as
-LEAST_PAGES."""
+STREAM_BYTES_PER_US, L2_BYTES_PER_US = 4.5e6, 8.5e6  # that plain decode reads: from memory, and again from the L2
+L2_BYTES = 60e6
+LOCKSTEP_PAGES = 2 * SNAP_PAGES
+"""Plain decode finds shared pages in the L2 if another member has just read them: if all of a layer's shared pages fit,
+or if sequences are so short that they are begun together. Otherwise every member reads them from memory."""
+OWN_TOKENS = 256
+"""What a member is taken to hold behind the shared pages: groups last for many steps, in which it grows. It counts
+because plain decode reads from the L2 while it waits for memory anyway."""
 
 
 class SharedPrefix:
@@ -53,9 +63,11 @@ class SharedPrefix:
         max_sequences: int,
         *,
         least_pages: int = LEAST_PAGES,
-        least_saved_bytes: int = LEAST_SAVED_BYTES,
+        always: bool = False,
     ) -> None:
-        """max_sequences: of a batch. Needs a device for which `is_possible`."""
+        """max_sequences: of a batch. always: also where it does not pay, for tests and measurements. Needs a device
+        for which `is_possible`.
+        """
         layout = pool.layout
         if query_heads % layout.kv_heads:
             raise ShapeMismatch(f"{query_heads} query heads do not share {layout.kv_heads} kv heads evenly")
@@ -63,7 +75,7 @@ class SharedPrefix:
             raise ShapeMismatch(f"{max_sequences} sequences: at most {MAX_PARTS}, one part each")
         self.pool, self.query_heads = pool, query_heads
         self.group = query_heads // layout.kv_heads
-        self.least_pages, self.least_saved_bytes = least_pages, least_saved_bytes
+        self._least_pages, self._always = least_pages, always
         self._max_sequences = max_sequences
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
         self._multiprocessors = loader.multiprocessors
@@ -91,13 +103,15 @@ class SharedPrefix:
         rows (B,) int32: of the page tables, of the batch whose places `shared.members` are.
         """
         sizes, pages = np.diff(shared.starts).astype(np.int64), shared.pages.astype(np.int64)
-        keep = np.flatnonzero(pages >= self.least_pages)
+        keep = np.flatnonzero(pages >= self._least_pages)
+        if not len(keep):
+            return 0
         sizes, pages = sizes[keep], pages[keep]
-        if int(((sizes - 1) * pages).sum()) * self.pool.layout.layer_bytes < self.least_saved_bytes or not len(keep):
+        splits, cost_us = self._splits(sizes, pages)
+        if not self._always and self._saved_us(sizes, pages) < cost_us:
             return 0
         members = np.concatenate([shared.members[shared.starts[g] : shared.starts[g + 1]] for g in keep.tolist()])
         member_starts = np.cumsum(sizes) - sizes
-        splits = self._splits(sizes, pages)
         part_starts = np.cumsum(sizes * splits) - sizes * splits
         items = _items(pages, self._blocks(sizes), splits)
         of = items.group
@@ -141,25 +155,36 @@ class SharedPrefix:
     def _blocks(self, sizes: Int64Array) -> Int64Array:
         return -(-sizes * self.group // BLOCK_ROWS)
 
-    def _splits(self, sizes: Int64Array, pages: Int64Array) -> Int64Array:
-        """(N,) into how many ranges of pages each group's work is cut: those with which the last block ends first."""
+    def _saved_us(self, sizes: Int64Array, pages: Int64Array) -> float:
+        """What plain decode would take for reading the shared pages more than once."""
+        page = self.pool.layout.layer_bytes
+        saved = (sizes - 1) * pages * page
+        is_read_again = (pages > LOCKSTEP_PAGES) & (pages.sum() * page > L2_BYTES)
+        if is_read_again.any():
+            return float(saved[is_read_again].sum()) / STREAM_BYTES_PER_US
+        own = int(sizes.sum()) * OWN_TOKENS / PAGE_SIZE * page
+        return float(saved.sum()) / L2_BYTES_PER_US - own * (1 / STREAM_BYTES_PER_US - 1 / L2_BYTES_PER_US)
+
+    def _splits(self, sizes: Int64Array, pages: Int64Array) -> tuple[Int64Array, float]:
+        """(N,) into how many ranges of pages each group's work is cut: those that cost least; and that, in us."""
         tiles, blocks = -(-pages // HOPPER_TILE_PAGES), self._blocks(sizes)
         heads, best, least = self.pool.layout.kv_heads, np.ones(len(sizes), np.int64), math.inf
+        dims = self.pool.layout.head_dim / 128
+        item_us, tile_us = (fixed + dims * rest for fixed, rest in (ITEM_US, TILE_US))
         for count in SPLITS:
             splits = -(-tiles // -(-int(tiles.max()) // count))
-            total = int((blocks * splits).sum())
-            if count > 1 and total * heads > 2 * self._multiprocessors:
+            total, parts = int((blocks * splits).sum()), int((sizes * splits).sum())
+            if count > 1 and (total * heads > 2 * self._multiprocessors or total > MAX_ITEMS or parts > MAX_PARTS):
                 break
-            if total > MAX_ITEMS or int((sizes * splits).sum()) > MAX_PARTS:
-                break
-            costs = -(-_items(pages, blocks, splits).pages // HOPPER_TILE_PAGES) + START_TILES
+            costs = -(-_items(pages, blocks, splits).pages // HOPPER_TILE_PAGES) * tile_us + item_us
             turns = np.arange(total * heads) % self._multiprocessors
             longest = float(np.bincount(turns, weights=np.tile(costs, heads)).max())
-            if longest < least:
-                best, least = splits, longest
+            cost = longest + parts * heads / self._multiprocessors * PART_US
+            if cost < least:
+                best, least = splits, cost
             elif total * heads > self._multiprocessors:
                 break
-        return best
+        return best, LAUNCH_US + least
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,11 @@ __device__ __forceinline__ uint4 transpose_quad(u32 x0, u32 x1, u32 x2, u32 x3, 
   else x2 = t, x3 = u;
   return make_uint4(x0, x1, x2, x3);
 }
-// A row of a part (attention over some of a row's keys, not normalized) that another kernel goes on from has its D dims in
-// the order of that one's fragments, a lane's numbers beside each other. Place of dim 8 j + d; j + 1 is next to it
-template <int D> __device__ __forceinline__ int fragment_place(int d, int j) { return d * (D / 8) + j; }
+// A row of a part (attention over some of a row's keys, not normalized) that another kernel goes on from: D dims,
+// maximum, sum, and nothing up to 32 bytes. A dim's place is such that whoever has fragments of mma's c or of its
+// transpose moves 4 numbers a lane, and neighbouring lanes whole sectors of 32 bytes. Place of dim 8 j + d; those of
+// j + 1 to j | 3 are next to it
+template <int D> constexpr int PREFIX_ROW = D + 8;
+__device__ __forceinline__ int fragment_place(int d, int j) {
+  return (j >> 2) * 32 + ((d & 1) * 4 + (d >> 1)) * 4 + (j & 3);
+}

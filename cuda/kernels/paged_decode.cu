@@ -14,25 +14,21 @@
 // line, so two runs of one batch agree bit for bit. Where an item is cut depends on the whole batch: not
 // batch-invariant.
 //
-// Few short sequences: if there is a block for each item, and the longest item is at most `uneven_pages` longer than an
-// even range, every block takes one item, and nothing is left to merge between blocks.
+// Merging between blocks costs a few microseconds at the end of a launch: decode_plan.cu, which divides the line,
+// avoids it where it can.
 //
 // Sequences may begin with pages whose attention was computed before, for many of them at once (shared_prefix in
 // paged_prefill_hopper.cu): those are not on the line, and the warp that holds the first page after them begins with
 // their parts in place of nothing.
 //
-// decode_plan, once a step for all layers: what of each sequence lies on the line, and where each warp begins.
-// Sequences of length 0 (padding) cost nothing and their output is not touched. At most 1024 sequences.
-//   lengths [B] int32        keys of each sequence, the new token counted
-//   rows [B] int32           of the page tables
-//   prefixes [B] int4        or null: (pages at its beginning that are not on the line, first prefix part, number of
-//                            them, 0); the new token's page is on the line
+// Sequences of length 0 (padding) cost nothing and their output is not touched.
+//
 // paged_decode:
 //   q, out [B, H, D] E       token b at q + b * q_stride, out + b * out_stride
 //   layer_pool               frame f of this layer at layer_pool + f * frame_stride bytes: [kv head][K, V][blob]
 //   page_tables [R, max_pages] int32: entries past a sequence's last page are not read
-//   plan, starts, sequences  from decode_plan, for this grid
-//   prefix_parts [any, H, D + 4] float32: one row of a part for each query head, its dims in the fragments' order
+//   starts, spans, sequences what decode_plan wrote, for this grid
+//   prefix_parts [any, H, D + 8] float32: one row of a part for each query head, its dims in the fragments' order
 //   parts [2 grid, GP, D + 4] float32, tickets [B * items] u32: workspace; tickets are 0 before and after
 //   scale                    1 / sqrt(D) * log2(e)
 // Each warp has its own ring of STAGES pages. On Hopper one thread fetches a page's K and V by one bulk copy; elsewhere
@@ -41,86 +37,6 @@
 // Overlap with the kernel before (dependent launch): that one may write q, prefix parts and the sequences' last pages,
 // nothing else that is read here; plan and tables must come from kernels that ended before that one began.
 #include "common.cuh"
-
-// Where the range of warp `warp` begins when a block's warps share `pages`: they differ by a page, and none is empty
-// before one that is not
-__device__ __forceinline__ int warp_begin(int warp, int warps, int pages) {
-  return warp * (pages / warps) + min(warp, pages % warps);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, int items, int blocks, int warps,
-            int least_pages, int uneven_pages, int max_pages, int* plan, int4* starts, int4* sequences) {
-  // plan[0] pages on the line, plan[1] pages a block, plan[2 + b] first page of sequence b (b <= B)
-  // sequences[b] (tokens on the line, place of its first page on the line in the page tables, first prefix part, prefix
-  //              parts)
-  // starts[2 w] (sequence, item, page, number of pages) of warp w, starts[2 w + 1] its entry of `sequences`;
-  //             sequence -1: the whole block is idle
-  __shared__ int warp_totals[32], first[1025];
-  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  int4 mine = make_int4(0, 0, 0, 0);
-  if (t < B && lengths[t]) {
-    const int4 prefix = prefixes ? prefixes[t] : make_int4(0, 0, 0, 0);
-    mine = make_int4(lengths[t] - prefix.x * PAGE_SIZE, rows[t] * max_pages + prefix.x, prefix.y, prefix.z);
-  }
-  if (t < B) sequences[t] = mine;
-  int sum = pages_of(mine.x) * items;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset <<= 1) {
-    const int other = __shfl_up_sync(ALL_LANES, sum, offset);
-    if (lane >= offset) sum += other;
-  }
-  if (lane == 31) warp_totals[warp] = sum;
-  __syncthreads();
-  if (warp == 0) {
-    int total = warp_totals[lane];
-#pragma unroll
-    for (int offset = 1; offset < 32; offset <<= 1) {
-      const int other = __shfl_up_sync(ALL_LANES, total, offset);
-      if (lane >= offset) total += other;
-    }
-    warp_totals[lane] = total;
-  }
-  __syncthreads();
-  if (warp) sum += warp_totals[warp - 1];
-  const int total = warp_totals[31];
-  const int quota = max((total + blocks - 1) / blocks, least_pages);
-  if (t < B) first[t + 1] = plan[3 + t] = sum;
-  if (t == 0) {
-    first[0] = plan[2] = 0;
-    plan[0] = total;
-    plan[1] = quota;
-  }
-  const bool is_long = __syncthreads_or(pages_of(mine.x) > quota + uneven_pages);
-  const bool item_a_block = B * items <= blocks && !is_long;
-  for (int i = t; i < blocks * warps; i += 1024) {
-    const int block = i / warps, warp_of_block = i - block * warps;
-    if (item_a_block) {
-      const int sequence = block / items;
-      const int pages = sequence < B ? (first[sequence + 1] - first[sequence]) / items : 0;
-      const int page = warp_begin(warp_of_block, warps, pages);
-      const int count = warp_begin(warp_of_block + 1, warps, pages) - page;
-      starts[2 * i] = make_int4(pages ? sequence : -1, block - sequence * items, page, count);
-      if (pages) starts[2 * i + 1] = sequences[sequence];
-      continue;
-    }
-    const int line = block * quota + warp_begin(warp_of_block, warps, quota);  // blocks * quota < 2^31: total is
-    const int count = min(block * quota + warp_begin(warp_of_block + 1, warps, quota), total) - line;
-    if (count <= 0) {
-      starts[2 * i] = make_int4(block * quota >= total ? -1 : 0, 0, 0, 0);
-      continue;
-    }
-    int low = 0, high = B;  // the last sequence that begins at or before `line`
-    while (high - low > 1) {
-      const int middle = (low + high) >> 1;
-      if (first[middle] <= line) low = middle;
-      else high = middle;
-    }
-    const int pages = (first[low + 1] - first[low]) / items, rest = line - first[low];
-    starts[2 * i] = make_int4(low, rest / pages, rest % pages, count);
-    starts[2 * i + 1] = sequences[low];  // by a thread of this block, before the barriers
-  }
-}
 
 struct Cursor {  // a place on the work line, counted from where the warp begins; item = head * splits + split
   int line, sequence, head, split, page;  // head: of keys and values; page: of those on the line
@@ -173,8 +89,11 @@ template <int D> __device__ __forceinline__ void load_part(const float* source, 
 // Merge the parts of one query head of a cut item and write its output: one warp. part(k): the k-th of n, PART_ROW
 // floats
 template <class E, int D, class Part> __device__ __forceinline__ void merge_parts(E* out, int n, int lane, Part part) {
-  constexpr int V = D / 32;
+  constexpr int V = D / 32, AT_ONCE = 8;
   float top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
+  float v[AT_ONCE][V];  // the first ones are on their way while the maxima are: most items have no more
+#pragma unroll
+  for (int k = 0; k < AT_ONCE; ++k) load_part<D>(part(min(k, n - 1)) + lane * V, v[k]);
   for (int k = lane; k < n; k += 32) top = fmaxf(top, __ldcg(part(k) + D));
   top = warp_max(top);
   for (int k0 = 0; k0 < n; k0 += 32) {
@@ -184,14 +103,17 @@ template <class E, int D, class Part> __device__ __forceinline__ void merge_part
       weight = exp2_fast(top_sum.x - top);
       sum += weight * top_sum.y;
     }
-    const int count = min(n - k0, 32);
-#pragma unroll 8
-    for (int k = 0; k < count; ++k) {
-      float v[V];
-      load_part<D>(part(k0 + k) + lane * V, v);
-      const float w = __shfl_sync(ALL_LANES, weight, k);
+    for (int k = 0; k < 32 && k0 + k < n; k += AT_ONCE) {
+      if (k0 + k) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) x[i] += w * v[i];
+        for (int i = 0; i < AT_ONCE; ++i) load_part<D>(part(min(k0 + k + i, n - 1)) + lane * V, v[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float w = __shfl_sync(ALL_LANES, weight, k + i);  // 0 past the end
+#pragma unroll
+        for (int d = 0; d < V; ++d) x[d] += w * v[i][d];
+      }
     }
   }
   store_output<E, D>(out + lane * V, x, 1.f / warp_sum(sum));
@@ -219,22 +141,52 @@ template <class E, int D> struct Attention {
 
   // After begin(): go on from n parts of earlier tokens. first: of the first part, the row of each of the two queries;
   // those of the others are `stride` floats apart
-  __device__ __forceinline__ void resume(const float* const (&first)[2], int n, i64 stride, int lane) {
+  __device__ __forceinline__ void resume(const float* const (&first)[2], int n, int stride, int lane) {
+    constexpr int AT_ONCE = 4;  // parts whose numbers are on their way, of one query
+    const int mine = lane >> 2;  // of 8 parts, the one whose weight this lane finds
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      for (int k = 0; k < n; ++k) top[i] = fmaxf(top[i], first[i][k * stride + D]);
-      const float* part = first[i];
-      for (int k = 0; k < n; ++k, part += stride) {
-        const float2 top_sum = *(const float2*)(part + D);
-        const float weight = exp2_fast(top_sum.x - top[i]);
-        if (lane < 4) sum[i] += weight * top_sum.y;
+      for (int k = mine; k < n; k += 8) top[i] = fmaxf(top[i], __ldcg(first[i] + k * stride + D));
 #pragma unroll
-        for (int j = 0; j < D / 8; j += 4) {
-          const float4 v = *(const float4*)(part + fragment_place<D>(lane >> 2, j));
-          output(j, i) += weight * v.x;
-          output(j + 1, i) += weight * v.y;
-          output(j + 2, i) += weight * v.z;
-          output(j + 3, i) += weight * v.w;
+      for (int offset = 4; offset < 32; offset <<= 1) {
+        top[i] = fmaxf(top[i], __shfl_xor_sync(ALL_LANES, top[i], offset));
+      }
+    }
+    for (int k0 = 0; k0 < n; k0 += 8) {
+      float weight[2] = {};
+      if (k0 + mine < n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 top_sum = __ldcg((const float2*)(first[i] + (k0 + mine) * stride + D));
+          weight[i] = exp2_fast(top_sum.x - top[i]);
+          sum[i] += weight[i] * top_sum.y;
+        }
+      }
+      for (int k1 = 0; k1 < 8 && k0 + k1 < n; k1 += AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float4 v[AT_ONCE][D / 32];
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; ++k) {
+            const float* const part = first[i] + (k0 + k1 + k) * stride;
+            const bool is_there = k0 + k1 + k < n;
+#pragma unroll
+            for (int j = 0; j < D / 32; ++j) {
+              v[k][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+              if (is_there) v[k][j] = __ldcg((const float4*)(part + fragment_place(lane >> 2, 4 * j)));
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; ++k) {
+            const float w = __shfl_sync(ALL_LANES, weight[i], (k1 + k) * 4 + (lane & 3));  // 0 past the end
+#pragma unroll
+            for (int j = 0; j < D / 32; ++j) {
+              output(4 * j, i) += w * v[k][j].x;
+              output(4 * j + 1, i) += w * v[k][j].y;
+              output(4 * j + 2, i) += w * v[k][j].z;
+              output(4 * j + 3, i) += w * v[k][j].w;
+            }
+          }
         }
       }
     }
@@ -327,23 +279,27 @@ template <class E, int D> struct Attention {
   }
 };
 
-// 4 warps: room for three blocks a multiprocessor. Without a bound ptxas aims for more, and spills
-template <class E, int D, int GP, int WARPS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) paged_decode(
-    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ plan,
-    const int4* __restrict__ starts, const int4* __restrict__ sequences, const float* prefix_parts, float* parts,
+// BLOCKS: that a multiprocessor holds; without this bound ptxas aims for more, and spills
+template <class E, int D, int GP, int WARPS, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
+    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int4* __restrict__ starts,
+    const int4* __restrict__ spans, const int4* __restrict__ sequences, const float* prefix_parts, float* parts,
     u32* tickets, float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride,
     i64 frame_stride) {
   // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
   static_assert(GP * ROW * 4 <= STAGES * STAGE, "a warp's last part lies in its ring");
+  static_assert(WARPS >= 2 && WARPS <= 16, "a lane for each part of a block, a warp for each item that it has cut");
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
-  __shared__ __align__(16) int4 cuts[WARPS][2];  // (sequence, item, first page, end page) of a warp's parts; -1: none
-  __shared__ u32 ticket;
+  // of a warp's parts: (sequence, item, first page, pages behind); sequence -1: none
+  __shared__ __align__(16) int4 cuts[WARPS][2];
+  __shared__ int4 span;
+  __shared__ u32 seen[2];
   allow_next_kernel();
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int4 start = starts[2 * (blockIdx.x * WARPS + warp)];
   const int4 start_facts = starts[2 * (blockIdx.x * WARPS + warp) + 1];
+  const int4 my_span = spans[blockIdx.x];
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE;
   // the part that begins a warp's range has its own place; the one that ends it comes when the ring is empty
   auto part_of = [&](int w, int which) {
@@ -407,6 +363,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) paged_decode(
     }
     commit();
   }
+  if (tid == 0) span = my_span;
   wait_for_previous_kernel();
 
   const int row = lane >> 2, pair = lane & 3;
@@ -430,9 +387,11 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) paged_decode(
     const int member = current.split * per_item, heads = min(per_item, group - member);
     attention.begin(query);
     if (current.page == 0 && current.facts.w) {
-      const i64 stride = (i64)kv_heads * group * ROW;
-      const float* const first = prefix_parts + current.facts.z * stride + (current.head * group + member) * ROW;
-      const float* const mine[2] = {first + min(pair * 2, heads - 1) * ROW, first + min(pair * 2 + 1, heads - 1) * ROW};
+      const int stride = kv_heads * group * PREFIX_ROW<D>;  // of all parts together: under 2^31 floats
+      const int last = heads - 1, first_head = current.head * group + member;
+      const float* const first = prefix_parts + (i64)current.facts.z * stride + first_head * PREFIX_ROW<D>;
+      const float* const mine[2] = {first + min(pair * 2, last) * PREFIX_ROW<D>,
+                                    first + min(pair * 2 + 1, last) * PREFIX_ROW<D>};
       attention.resume(mine, current.facts.w, stride, lane);
     }
     Cursor following = current;
@@ -463,70 +422,82 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) paged_decode(
       const int which = current.line == 0 ? 0 : 1;
       attention.template write_part<GP>(part_of(warp, which), lane);
       const int item = current.head * splits + current.split;
-      if (lane == 0) cuts[warp][which] = make_int4(current.sequence, item, current.page, end_page);
+      if (lane == 0) {
+        cuts[warp][which] = make_int4(current.sequence, item, current.page, current.pages() - end_page);
+      }
     }
     current = following;
   }
   __syncthreads();
 
-  // ---- the block joins its warps' parts, item after item. The parts of an item: one of warp w, then the first ones of
-  // the warps after it
-  const int quota = plan[1], block_line = blockIdx.x * quota;
-  for (int w = 0; w < WARPS; ++w) {
-    for (int which = 0; which < 2; ++which) {
-      const int4 cut = cuts[w][which];
-      if (cut.x < 0 || (which == 0 && w > 0 && cut.z > 0)) continue;  // none, or it belongs to the warp before
-      int n = 1, end_page = cut.w;
-      for (; w + n < WARPS; ++n) {
-        const int4 more = cuts[w + n][0];
-        if (more.x != cut.x || more.y != cut.y) break;
-        end_page = more.w;
-      }
-      const int4 facts = sequences[cut.x];
-      const int head = cut.y / splits, member = (cut.y - head * splits) * per_item;
-      const int heads = min(per_item, group - member), pages = pages_of(facts.x);
-      const int item_line = plan[2 + cut.x] + cut.y * pages;
-      const bool whole = cut.z == 0 && end_page == pages;
-      const int part = 2 * blockIdx.x + (item_line + cut.z == block_line ? 0 : 1);  // at most two: the block's ends
-      E* const item_out = out + cut.x * out_stride + (head * group + member) * D;
-      for (int r = warp; r < heads; r += WARPS) {
-        float top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
-        for (int k = 0; k < n; ++k) top = fmaxf(top, part_of(w + k, k ? 0 : which)[r * ROW + D]);
-        for (int k = 0; k < n; ++k) {
-          const float* source = part_of(w + k, k ? 0 : which) + r * ROW;
-          const float weight = exp2_fast(source[D] - top);
-          sum += weight * source[D + 1];
+  // ---- the block joins its warps' parts, by items. Lane 2 w + which has a part, in their order on the line; it is the
+  // first of its item unless it goes on from the warp before, and then those up to the next first one are the item's
+  const int4 cut = lane < 2 * WARPS ? cuts[lane >> 1][lane & 1] : make_int4(-1, 0, 0, 0);
+  const u32 present = __ballot_sync(ALL_LANES, cut.x >= 0);
+  const u32 firsts = __ballot_sync(ALL_LANES, cut.x >= 0 && (lane == 0 || (lane & 1) || cut.z == 0));
+  int early = -1, late = -1, turn = warp;  // items cut between blocks: the one the block begins in, the one it ends in
+  for (u32 left = firsts; left; left &= left - 1, turn += GP) {
+    const int begin = __ffs(left) - 1, w = begin >> 1;
+    const u32 behind = left & (left - 1), until = behind ? (behind & -behind) - 1 : ALL_LANES;
+    const int n = __popc(present & until & ~((1u << begin) - 1)), end = n == 1 ? begin : 2 * (w + n - 1);
+    const int sequence = __shfl_sync(ALL_LANES, cut.x, begin), item = __shfl_sync(ALL_LANES, cut.y, begin);
+    const int before = __shfl_sync(ALL_LANES, cut.z, begin), after = __shfl_sync(ALL_LANES, cut.w, end);
+    const int head = item / splits, member = (item - head * splits) * per_item, heads = min(per_item, group - member);
+    const bool whole = before == 0 && after == 0, is_early = begin == 0;
+    if (!whole) (is_early ? early : late) = sequence * kv_heads * splits + item;
+    for (int r = turn % WARPS; r < heads; r += WARPS) {  // the items' rows are spread over the warps
+      float2 top_sum[WARPS];
+      float v[WARPS][V], top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
 #pragma unroll
-          for (int v = 0; v < V; ++v) x[v] += weight * source[lane * V + v];
-        }
-        if (whole) {
-          store_output<E, D>(item_out + r * D + lane * V, x, 1.f / sum);
-        } else {
-          float* target = parts + ((i64)part * GP + r) * ROW;
+      for (int k = 0; k < WARPS; ++k) {
+        if (k >= n) continue;
+        const float* const source = part_of(w + k, k ? 0 : begin & 1) + r * ROW;
+        top_sum[k] = *(const float2*)(source + D);
+        top = fmaxf(top, top_sum[k].x);
 #pragma unroll
-          for (int v = 0; v < V; v += 2) *(float2*)(target + lane * V + v) = make_float2(x[v], x[v + 1]);
-          if (lane == 0) *(float2*)(target + D) = make_float2(top, sum);
-        }
+        for (int i = 0; i < V; ++i) v[k][i] = source[lane * V + i];
       }
-      if (whole) continue;
-      // the last block that holds a part of this item joins the blocks' parts
-      const int first_block = item_line / quota, last_block = (item_line + pages - 1) / quota;
-      u32* const counter = tickets + cut.x * kv_heads * splits + cut.y;
-      __threadfence();
-      __syncthreads();
-      if (tid == 0) ticket = atomicAdd(counter, 1u);
-      __syncthreads();
-      if (ticket == (u32)(last_block - first_block)) {
-        __threadfence();
-        // the item begins inside its first block (then it is that block's second part) or at its edge
-        const int first_part = 2 * first_block + (item_line == first_block * quota ? 0 : 1);
-        for (int r = warp; r < heads; r += WARPS) {
-          merge_parts<E, D>(item_out + r * D, last_block - first_block + 1, lane, [&](int k) {
-            return parts + ((i64)(k == 0 ? first_part : 2 * (first_block + k)) * GP + r) * ROW;
-          });
-        }
-        if (tid == 0) *counter = 0;  // for the next launch
+#pragma unroll
+      for (int k = 0; k < WARPS; ++k) {
+        if (k >= n) continue;
+        const float weight = exp2_fast(top_sum[k].x - top);
+        sum += weight * top_sum[k].y;
+#pragma unroll
+        for (int i = 0; i < V; ++i) x[i] += weight * v[k][i];
+      }
+      if (whole) {
+        E* const item_out = out + sequence * out_stride + (head * group + member) * D;
+        store_output<E, D>(item_out + r * D + lane * V, x, 1.f / sum);
+      } else {
+        float* target = parts + ((i64)(2 * blockIdx.x + (is_early ? 0 : 1)) * GP + r) * ROW;
+#pragma unroll
+        for (int i = 0; i < V; i += 2) *(float2*)(target + lane * V + i) = make_float2(x[i], x[i + 1]);
+        if (lane == 0) *(float2*)(target + D) = make_float2(top, sum);
       }
     }
+  }
+  if (early < 0 && late < 0) return;
+
+  // ---- the last block that holds a part of an item joins the blocks' parts
+  __syncthreads();
+  if (lane == 0 && warp < 2) {
+    const int item = warp ? late : early;
+    if (item >= 0) seen[warp] = fetch_add_ordered(tickets + item, 1);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int item = i ? late : early;
+    const int first_part = i ? span.z : span.x, last_block = i ? span.w : span.y, first_block = first_part >> 1;
+    if (item < 0 || seen[i] != (u32)(last_block - first_block)) continue;
+    const int sequence = item / (kv_heads * splits), head = item % (kv_heads * splits) / splits;
+    const int member = item % splits * per_item, heads = min(per_item, group - member);
+    E* const item_out = out + sequence * out_stride + (head * group + member) * D;
+    for (int r = (warp + i * GP) % WARPS; r < heads; r += WARPS) {
+      merge_parts<E, D>(item_out + r * D, last_block - first_block + 1, lane, [&](int k) {
+        return parts + ((i64)(k == 0 ? first_part : 2 * (first_block + k)) * GP + r) * ROW;
+      });
+    }
+    if (tid == 0) tickets[item] = 0;  // for the next launch
   }
 }

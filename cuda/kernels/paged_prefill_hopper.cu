@@ -22,7 +22,7 @@
 // shared_prefix: the same for decoding sequences that begin with the same frames. Their tokens are the rows, every row
 // sees every key, and what comes out is a part, for paged_decode to go on from. Cascade inference (Juravsky 2024).
 //   q [B, H, D] E          token b at q + b * q_stride
-//   parts [any, H, D + 4] float32: output (not normalized; dims in the order of fragments), maximum in log2 units, sum
+//   parts [any, H, D + 8] float32: output (not normalized; dims in the order of fragments), maximum in log2 units, sum
 //   page_tables            as they lie on the device
 //   prefix_work            the number of items, then 8 int32 each: row of the page tables, first page, pages, first
 //                          member, members, block of 128 rows, first part, parts of a member (cuda/shared_prefix.py).
@@ -304,13 +304,13 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
       if constexpr (SHARED) {
         if (token[i] >= item.tokens) continue;
         const i64 part = item.first_part + token[i] * item.parts;
-        float* const target = source_of_work.parts + (part * kv_heads * group + head[i]) * (D + 4);
+        float* const target = source_of_work.parts + (part * kv_heads * group + head[i]) * PREFIX_ROW<D>;
 #pragma unroll
         for (int k = 2 * i; k < 2 * i + 2; ++k) {
 #pragma unroll
           for (int j = 0; j < D / 8; j += 4) {
             const float4 v = make_float4(o[4 * j + k], o[4 * j + 4 + k], o[4 * j + 8 + k], o[4 * j + 12 + k]);
-            *(float4*)(target + fragment_place<D>(pair * 2 + k - 2 * i, j)) = v;
+            *(float4*)(target + fragment_place(pair * 2 + k - 2 * i, j)) = v;
           }
         }
         if (pair == 0) *(float2*)(target + D) = make_float2(top[i] * scale, total);

@@ -64,6 +64,13 @@ __device__ __forceinline__ uint4 load_ordered(const uint4* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
+// *p += x; returns what was there. What this thread has written, and its block before a barrier, is seen by whoever
+// adds later, and by its block after a barrier
+__device__ __forceinline__ u32 fetch_add_ordered(u32* p, u32 x) {
+  u32 r;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(x) : "memory");
+  return r;
+}
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes from global to shared memory, asynchronously; groups complete in order

@@ -148,8 +148,8 @@ def test_graphs_with_groups_and_without() -> None:
 def accept_all_groups(program: DeviceProgram) -> None:
     """Tiny ones too, though they do not pay."""
     assert program.kernels.shared_prefix is not None
-    program.kernels.shared_prefix.least_pages = 1
-    program.kernels.shared_prefix.least_saved_bytes = 0
+    program.kernels.shared_prefix._least_pages = 1
+    program.kernels.shared_prefix._always = True
 
 
 def is_near_best(exact: Network, prompt: list[int], output: list[int]) -> bool:

@@ -11,7 +11,7 @@ from paged_cases import attention, either, paged_case, worst_error
 
 from cuda.errors import ShapeMismatch
 from cuda.frames import FrameLayout
-from cuda.paged_decode import BEFORE_HOPPER, FEW, MANY, SOME, PagedDecode
+from cuda.paged_decode import BEFORE_HOPPER, FEW, MANY_NARROW, MANY_WIDE, DecodeShape, PagedDecode
 
 LIMIT = 5e-3  # 1e-3 is what rounding to bf16 gives
 EDGES = [1, 16, 17, 0, 15, 33, 300, 31, 32]
@@ -25,6 +25,15 @@ def device(request: pytest.FixtureRequest, build_folder: Path) -> Device:
     return open_device(request.param, build_folder)
 
 
+def set_grid(decode: PagedDecode, multiprocessors: int, device: str) -> None:
+    """As if the device had so many."""
+    decode._multiprocessors = multiprocessors
+    blocks = 3 * multiprocessors
+    decode._starts = torch.zeros(2 * blocks * 8, 4, dtype=torch.int32, device=device)
+    decode._spans = torch.zeros(blocks, 4, dtype=torch.int32, device=device)
+    decode._parts = torch.empty(2 * blocks, *decode._parts.shape[1:], device=device)
+
+
 def run(
     device, generator, lengths, *, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, shape=None, blocks=None
 ) -> float:
@@ -34,9 +43,7 @@ def run(
     case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
     decode = PagedDecode(device.loader, case.pool, heads, shape=shape)
     if blocks is not None:
-        decode._multiprocessors = blocks  # a grid of any size must do
-        decode._starts = torch.zeros(2 * 3 * blocks * 8, 4, dtype=torch.int32, device=device.name)
-        decode._parts = torch.empty(2 * 3 * blocks, *decode._parts.shape[1:], device=device.name)
+        set_grid(decode, blocks, device.name)  # a grid of any size must do
     decode._parts.fill_(float("nan"))
     q = torch.randn(len(lengths), heads * head_dim, generator=generator).to(dtype)
     outs = []
@@ -69,15 +76,15 @@ ON_ALL = [(2, 2, 64), (9, 3, 64), (8, 2, 128), (7, 1, 128), (16, 2, 64), (24, 2,
 )
 def test_every_group_size(device, generator, heads, kv_heads, head_dim) -> None:
     """Lengths at page edges, absent sequences among them, whatever number of query heads shares a kv head."""
-    shape = SOME if device.is_emulated else None
+    shape = MANY_WIDE if device.is_emulated else None
     assert run(device, generator, EDGES, heads=heads, kv_heads=kv_heads, head_dim=head_dim, shape=shape) < LIMIT
 
 
-SHAPES = {"few": FEW, "some": SOME, "many": MANY, "before Hopper": BEFORE_HOPPER}
+SHAPES = {"few": FEW, "wide": MANY_WIDE, "narrow": MANY_NARROW, "before Hopper": BEFORE_HOPPER}
 ON_ALL = [
     ("few", 128, torch.bfloat16),
-    ("some", 64, torch.float16),
-    ("many", 128, torch.float16),
+    ("wide", 64, torch.float16),
+    ("narrow", 128, torch.float16),
     ("before Hopper", 64, torch.bfloat16),
 ]
 
@@ -92,41 +99,60 @@ def test_every_shape_and_dtype(device, generator, shape, head_dim, dtype) -> Non
     assert error < LIMIT
 
 
-def test_the_shape_follows_the_size_of_the_batch(device, generator) -> None:
-    """What the constructor leaves open is decided by sequences * kv heads."""
-    case = paged_case(FrameLayout(1, 8, 64, torch.bfloat16), [1], device.name, generator)
+@pytest.mark.parametrize(("head_dim", "many"), [(64, MANY_NARROW), (128, MANY_WIDE)])
+def test_the_shape_follows_the_size_of_the_batch(device, generator, head_dim, many) -> None:
+    """What the constructor leaves open is decided by sequences * kv heads, and by the head size."""
+    case = paged_case(FrameLayout(1, 8, head_dim, torch.bfloat16), [1], device.name, generator)
     decode = PagedDecode(device.loader, case.pool, 32)
-    expected = [FEW, FEW, SOME, SOME, MANY, MANY] if device.loader.capability >= 90 else [BEFORE_HOPPER] * 6
-    assert [decode._shape(n) for n in (1, 8, 9, 32, 33, 1024)] == expected
+    expected = [FEW, FEW, many, many] if device.loader.capability >= 90 else [BEFORE_HOPPER] * 4
+    assert [decode._shape(n) for n in (1, 16, 17, 1024)] == expected
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 132])
 def test_every_grid(device, generator, blocks) -> None:
     """However the work is cut among blocks, also with most of them idle, or one item cut into many parts."""
     lengths = [700, 1, 0, 0, 40, 129]
-    assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY) < LIMIT
+    assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY_NARROW) < LIMIT
 
 
-@pytest.mark.parametrize(("lengths", "is_cut"), [([100, 1, 0, 300], False), ([100, 1, 0, 800], True)])
-def test_a_block_an_item_where_that_is_even(device, generator, lengths, is_cut) -> None:
-    """Few short sequences leave nothing to merge between blocks; a long one beside them is cut among all."""
-    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), lengths, device.name, generator)
-    decode = PagedDecode(device.loader, case.pool, 3, shape=SOME)
-    decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
-    starts = decode._starts.view(-1, SOME.warps, 2, 4)[:, :, 0].cpu()  # (blocks, warps, 4)
-    pages = torch.zeros(len(lengths), dtype=torch.int64)
-    blocks_of: list[set[int]] = [set() for _ in lengths]
-    for block, warps in enumerate(starts.tolist()):
+def blocks_of(decode: PagedDecode, shape: DecodeShape, lengths: list[int]) -> list[dict[int, int]]:
+    """By block, the pages that the plan gives it of each sequence. One kv head."""
+    blocks = decode._blocks(shape)
+    starts = decode._starts[: 2 * blocks * shape.warps].view(blocks, shape.warps, 2, 4)[:, :, 0].cpu()
+    found: list[dict[int, int]] = []
+    for warps in starts.tolist():
+        mine: dict[int, int] = {}
         for sequence, item, page, count in warps:
             assert item == 0
-            if sequence >= 0 and count:
-                blocks_of[sequence].add(block)
-                pages[sequence] += min(count, -(-lengths[sequence] // 16) - page)
-    assert blocks_of[2] == set()
-    assert (max(map(len, blocks_of)) > 1) == is_cut
-    if not is_cut:
-        assert pages.tolist() == [-(-length // 16) for length in lengths]
-        assert len(set.union(*blocks_of)) == 3
+            while count > 0:
+                pages = min(count, -(-lengths[sequence] // 16) - page)
+                if pages:
+                    mine[sequence] = mine.get(sequence, 0) + pages
+                sequence, page, count = sequence + 1, 0, count - pages
+        found.append(mine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "lengths", "parts"),
+    [
+        (5, [100, 1, 0, 300], [1, 1, 0, 1]),  # a block each
+        (5, [100, 1, 0, 6400], [1, 1, 0, 10]),  # one is long: cut among all
+        (2, [160] * 3 + [0] + [160] * 3, [1] * 3 + [0] + [1] * 3),  # more than blocks: every cut is near an edge
+        (2, [160, 16 * 61, 160], [1, 3, 1]),  # two cuts are far from one
+    ],
+)
+def test_sequences_are_cut_only_far_from_their_edges(device, generator, multiprocessors, lengths, parts) -> None:
+    """What lies in one block is merged with no other; and all pages are in some block."""
+    case = paged_case(FrameLayout(1, 1, 128, torch.bfloat16), lengths, device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, 3, shape=MANY_WIDE)
+    set_grid(decode, multiprocessors, device.name)
+    decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
+    blocks = blocks_of(decode, MANY_WIDE, lengths)
+    for sequence, length in enumerate(lengths):
+        assert sum(block.get(sequence, 0) for block in blocks) == -(-length // 16)
+    found = [sum(sequence in block for block in blocks) for sequence in range(len(lengths))]
+    assert found == parts
 
 
 @pytest.mark.gpu

@@ -405,6 +405,7 @@ template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), numb
 inline u16 load_ordered(const u16* p) { return *p; }
 inline u32 load_ordered(const u32* p) { return *p; }
 inline uint4 load_ordered(const uint4* p) { return *p; }
+inline u32 fetch_add_ordered(u32* p, u32 x) { return atomicAdd(p, x); }
 inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
 
 inline void async_copy_16(u32 target, const void* source) {
