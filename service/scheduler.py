@@ -476,9 +476,9 @@ class Scheduler:
             while frames > self.memory.available_frames - taken:
                 if frames <= self.memory.available_frames + self.memory.arriving_frames - taken:
                     return decodes, chunks  # they are on their way
+                before = self._frames_of_decodes(decodes)  # before some of them may be in swap
                 if not self._preempt_for(sequence, frames + taken - self.memory.available_frames):
                     return decodes, chunks  # the youngest waits: the older ones will end
-                before = self._frames_of_decodes(decodes)
                 decodes = decodes[state.remaining[decodes] > 0]
                 taken -= before - self._frames_of_decodes(decodes)
             chunks.append((sequence, count))
