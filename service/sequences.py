@@ -150,11 +150,16 @@ class Sequences:
         return True
 
     def bring_in(self, sequence: Sequence) -> bool:
-        """Order what a SWAPPED one has in swap; False if there are no frames for it now."""
+        """Order what a SWAPPED one has in swap; False if there are no frames for it now.
+
+        -> RUNNING at once where nothing has to be copied: its pages are in frames again, for others.
+        """
         try:
             self.swap_orders.append(self.memory.swap_in(space_of(sequence)))
         except OutOfFrames:
             return False
+        if space_of(sequence).is_resident:
+            self.return_from_swap(sequence)
         return True
 
     def return_from_swap(self, sequence: Sequence) -> None:

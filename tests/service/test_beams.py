@@ -379,6 +379,12 @@ def test_any_mix_under_any_pressure_gives_everybody_what_it_has_alone(seed: int)
     run_mix(seed, 12)
 
 
+@pytest.mark.parametrize("seed", [1037, 1060, 1080, 1111, 1237, 5201, 9050])
+def test_mixes_that_once_went_wrong(seed: int) -> None:
+    """Ended too soon (1037, 1060, 5201), a page below a lost one (1080, 1111, 1237), a victim in swap (9050)."""
+    run_mix(seed, 30)
+
+
 @pytest.mark.soak
 def test_long_mixes_under_any_pressure() -> None:
     for seed in range(1_000, 1_300):

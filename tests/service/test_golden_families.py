@@ -84,7 +84,8 @@ async def test_choices_draw_what_requests_with_their_seeds_draw_also_when_preemp
     smollm2_folder: Path, golden: list[Any], device: str
 ) -> None:
     prompts = [entry.prompt for entry in golden if 30 <= len(entry.prompt) <= 60][:2]
-    seeds = [SamplingParameters(temperature=0.8, seed=42 + i) for i in range(3)]
+    # Of 20 tokens: among all 49,152 there is an edge near nearly every number that is drawn, and rounding may decide.
+    seeds = [SamplingParameters(temperature=0.8, top_k=20, seed=42 + i) for i in range(3)]
     async with engine(smollm2_folder, device) as assembly:
         alone = [[(await finish(assembly, prompt, 30, one))[0].tokens for one in seeds] for prompt in prompts]
     assert len({tuple(tokens) for tokens in alone[0]}) == 3
