@@ -19,7 +19,6 @@
 constexpr int BLOCK = 512;
 constexpr u32 IN_PROMPT = 0x80000000u;
 
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
 __device__ __forceinline__ float held(float x) { return fminf(fmaxf(x, -LARGEST_FLOAT), LARGEST_FLOAT); }
 
 struct Adjusted {  // by one thread

@@ -26,7 +26,7 @@ class Network:
         self,
         config: ModelConfig,
         parameters: Parameters,
-        native: ctypes.CDLL | None,
+        native: ctypes.CDLL | None = None,
         *,
         tokens: int = 256,
         page_size: int = 16,
@@ -45,7 +45,7 @@ class Network:
 
     @classmethod
     def load(
-        cls, folder: Path, native: ctypes.CDLL | None, dtype: torch.dtype = torch.float32, **options: int
+        cls, folder: Path, native: ctypes.CDLL | None = None, dtype: torch.dtype = torch.float32, **options: int
     ) -> "Network":
         config = read_config(folder)
         return cls(config, load_parameters(folder, config, dtype), native, **options)
