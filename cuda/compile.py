@@ -31,7 +31,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what the tests compile for: Ampe
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
+_REGISTERS = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 _CHATTER = re.compile(r"^\s*$|^ptxas info(?!.*Performance Loss)|^ptxas\s+\.")
 
 
@@ -42,6 +42,7 @@ class Resources:
     registers: int
     stack_bytes: int
     spill_bytes: int  # stores and loads together
+    shared_bytes: int  # of its own variables: dynamic shared memory comes on top
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Build:
             elif match := _STACK.search(line):
                 stack, spills = int(match[1]), int(match[2]) + int(match[3])
             elif match := _REGISTERS.search(line):
-                found[symbol] = Resources(int(match[1]), stack, spills)
+                found[symbol] = Resources(int(match[1]), stack, spills, int(match[2] or 0))
         return {instance: found[symbol] for instance, symbol in self.names.items()}
 
 

@@ -30,9 +30,9 @@ Argument = Tensor | float | None
 """A tensor is passed as its address, None as the null pointer, a number by the letter of the kernel's signature."""
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-_DEFAULT_SHARED_BYTES = 48 * 1024  # above this a kernel must ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,7 @@ class DeviceKernel:
         self._configuration_pointer = ctypes.byref(self._configuration)
         self._name = spec.instance
         self._launch = driver().cuLaunchKernelEx
-        if spec.shared_bytes > _DEFAULT_SHARED_BYTES:
-            code = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, spec.shared_bytes)
-            check(code, f"{spec.instance}: {spec.shared_bytes} bytes of shared memory")
+        self._reserve_shared(spec)
         self._check_parameters()
 
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
@@ -157,6 +155,20 @@ class DeviceKernel:
         code = self._launch(self._configuration_pointer, self._function, self._arguments.pointers, None)
         if code:
             check(code, f"launch of {self._name}")
+
+    def _reserve_shared(self, spec: KernelSpec) -> None:
+        """Raise the function's limit. It is never lowered: launchers of other sizes may hold the same function, since
+        CuPy loads a cubin once.
+
+        And take shared memory before L1, whatever the kernel needs itself: a multiprocessor divides the two anew only
+        when it is empty, so kernels that differ in this could not start while another ends.
+        """
+        limit, what = ctypes.c_int(), f"{spec.instance}: {spec.shared_bytes} bytes of shared memory"
+        check(driver().cuFuncGetAttribute(ctypes.byref(limit), _MAX_DYNAMIC_SHARED_BYTES, self._function), what)
+        if spec.shared_bytes > limit.value:
+            code = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, spec.shared_bytes)
+            check(code, what)
+        check(driver().cuFuncSetAttribute(self._function, _PREFERRED_CARVEOUT, 100), what)
 
     def _check_parameters(self) -> None:
         """Compare the signature with what the compiled kernel takes (its parameters' number and sizes)."""

@@ -29,6 +29,19 @@ SHARED_BYTES: tuple[tuple[Container[int], int], ...] = (
 )
 """Of a block, by compute capability; CUDA C++ programming guide, "technical specifications"."""
 
+RINGS = (10, 6, 4, 2)
+"""Steps of 2 KB that a warp may have under way. The longest that is useful and fits is taken."""
+
+SMALL_BYTES, LARGE_BYTES = 4 << 20, 32 << 20
+"""Of matrices. A small one is under way entirely where K is short, one tile a block, and needs so little shared memory
+that it can start beside the attention. For a large one it is best that no second block fits (decision 0009)."""
+
+SMALL_BLOCKS = 2
+"""Of a small matrix: blocks a multiprocessor, at most."""
+
+STATIC_BYTES = 1024
+"""Of shared memory, that the system and the kernel's own variables take."""
+
 X_BYTES = 136 << 10
 """Of x in a block, at most. Dividing K costs about 3 us (parts are written and read, blocks wait for each other), and
 so does reading 136 KB of x into every block; a few rows leave room for the next kernel's blocks."""
@@ -39,6 +52,8 @@ class ThinShape:
     """How the work of one matrix and class of rows is divided: groups * splits blocks."""
 
     rows: int
+    stages: int  # steps that a warp has under way
+    share: int  # warps of a block that share a tile
     splits: int  # of K
     groups: int  # blocks that take tiles in turn
     shared_bytes: int
@@ -82,12 +97,14 @@ class _ThinLinear:
         distance: int = 8,
         epsilon: float = 0.0,
         head_dim: int | None = None,
+        share: int | None = None,
         splits: int | None = None,
     ) -> None:
-        """rows: at most so many in a call. distance: between the weight rows of a pair. splits: for tests and
-        measurements; None chooses.
+        """rows: at most so many in a call. distance: between the weight rows of a pair. share: warps to a tile where K
+        is not divided, if the kernel leaves the choice. splits: for tests and measurements; None chooses.
 
-        Raises UnsupportedDevice for dtypes and widths that the kernel does not take.
+        Raises UnsupportedDevice for dtypes and widths that the kernel does not take, and where no division of K leaves
+        a block enough shared memory.
         """
         if dtype.itemsize != 2:
             raise UnsupportedDevice(f"no thin products of {dtype}: they are made for 16 bits")
@@ -100,14 +117,21 @@ class _ThinLinear:
         self.tiles = -(-distance // 8) * -(-outputs // (2 * distance))
         classes = [size for size, below in zip(ROW_CLASSES, (0, *ROW_CLASSES), strict=False) if below < rows]
         budget = next(size for capabilities, size in SHARED_BYTES if loader.capability in capabilities)
-        stages = 4 if budget > 128 << 10 else 2
-        if self._x_bytes(1, 1) > self._room(1, stages, budget):  # one row is never divided: the next class is, and does
+        if self._x_bytes(1, 1) > self._room(1, budget):  # one row is never divided: the next class is, and does
             classes = classes[1:] or [ROW_CLASSES[1]]
-        self.shapes = [self._shape(size, stages, budget, loader.multiprocessors, splits) for size in classes]
-        head = "" if head_dim is None else f", {head_dim}"
+        self.shapes = [self._shape(size, budget, loader.multiprocessors, splits, share or WARPS) for size in classes]
+        for shape in self.shapes:
+            if shape.shared_bytes > budget - STATIC_BYTES:
+                raise UnsupportedDevice(
+                    f"{kernel} of {shape.rows} rows of {inputs} numbers, divided by {shape.splits}: "
+                    f"a block needs {shape.shared_bytes} bytes of shared memory, there are {budget - STATIC_BYTES}"
+                )
         specs = [
             KernelSpec(
-                f"{kernel}<{element_of(dtype)}, {shape.rows}, {stages}{head}>",
+                f"{kernel}<{element_of(dtype)}, {shape.rows}, {shape.stages}"
+                + ("" if share is None else f", {shape.share}")
+                + ("" if head_dim is None else f", {head_dim}")
+                + ">",
                 OPERANDS + signature,
                 WARPS * 32,
                 shape.shared_bytes,
@@ -124,11 +148,11 @@ class _ThinLinear:
         steps = -(-self.inputs // STEP)
         return rows * (-(-steps // splits) * STEP * 2 + 64)
 
-    def _room(self, rows: int, stages: int, budget: int) -> int:
+    def _room(self, rows: int, budget: int) -> int:
         """Bytes for x in a block."""
-        return min(X_BYTES, budget - _fixed_bytes(rows, stages) - 1024)
+        return min(X_BYTES, budget - STATIC_BYTES - _fixed_bytes(rows, 4 if budget > 128 << 10 else 2))
 
-    def _shape(self, rows: int, stages: int, budget: int, multiprocessors: int, splits: int | None) -> ThinShape:
+    def _shape(self, rows: int, budget: int, multiprocessors: int, splits: int | None, share: int) -> ThinShape:
         """As few splits as x allows, and as leave the multiprocessors about evenly loaded."""
         steps = -(-self.inputs // STEP)
 
@@ -139,13 +163,23 @@ class _ThinLinear:
         if rows == 1:
             splits = 1
         elif splits is None:
-            room = self._room(rows, stages, budget)
-            least = next(count for count in range(1, steps + 1) if self._x_bytes(rows, count) <= room)
+            room = self._room(rows, budget)
+            least = next((count for count in range(1, steps + 1) if self._x_bytes(rows, count) <= room), steps)
             counts = [1] if least == 1 else list(range(least, min(2 * least, steps) + 1))
             best = min(map(load, counts))
             splits = next(count for count in counts if load(count) <= 1.05 * best)
-        groups = min(self.tiles, max(1, multiprocessors // splits))
-        return ThinShape(rows, splits, groups, _fixed_bytes(rows, stages) + self._x_bytes(rows, splits))
+        if splits > 1:
+            share = WARPS
+        groups = min(-(-self.tiles * share // WARPS), max(1, multiprocessors // splits))
+        x_bytes = self._x_bytes(rows, splits)
+        size = 2 * self.outputs * self.inputs
+        useful = 10 if size > LARGE_BYTES else 6 if rows == 1 and size >= SMALL_BYTES else 4
+        is_short = splits == 1 and steps <= 2 * WARPS
+        if size < SMALL_BYTES and is_short and share == WARPS and self.tiles <= SMALL_BLOCKS * multiprocessors:
+            useful, groups = 2, self.tiles
+        fitting = (n for n in RINGS if n <= useful and _fixed_bytes(rows, n) + x_bytes <= budget - STATIC_BYTES)
+        stages = next(fitting, RINGS[-1])
+        return ThinShape(rows, stages, share, splits, groups, _fixed_bytes(rows, stages) + x_bytes)
 
     def _launch(
         self,
@@ -208,9 +242,20 @@ class ThinLogits(_ThinLinear):
     """The product in float32, for some rows of x."""
 
     def __init__(
-        self, loader: KernelLoader, workspace: ThinWorkspace, dtype: torch.dtype, outputs: int, inputs: int, **more: Any
+        self,
+        loader: KernelLoader,
+        workspace: ThinWorkspace,
+        dtype: torch.dtype,
+        outputs: int,
+        inputs: int,
+        *,
+        share: int | None = None,
+        **more: Any,
     ) -> None:
-        super().__init__(loader, workspace, "thin_logits", "P", dtype, outputs, inputs, **more)
+        """share: for tests; None lets every warp have tiles of its own if there are several for each."""
+        if share is None:
+            share = 1 if outputs >= 2 * TILE * WARPS * loader.multiprocessors else WARPS
+        super().__init__(loader, workspace, "thin_logits", "P", dtype, outputs, inputs, share=share, **more)
 
     def __call__(self, stream: int, x: Tensor, picks: Tensor, weight: Tensor, out: Tensor) -> None:
         """out (M, N) float32 = rows `picks` (M,) int32 of x, times weight."""

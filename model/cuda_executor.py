@@ -31,7 +31,7 @@ from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
 from model.config import ModelConfig
-from model.cuda_kernels import THIN_ROWS, CudaKernels, CudaStep
+from model.cuda_kernels import CudaKernels, CudaStep
 from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import OutOfDeviceMemory
 from model.parameters import Parameters
@@ -160,7 +160,7 @@ class DeviceProgram:
         max_pages: int,
         max_tokens: int,
         page_locked: bool,
-        thin_rows: int = THIN_ROWS,
+        thin_rows: int | None = None,
     ) -> None:
         """thin_rows: as for CudaKernels."""
         device = parameters.embedding.device
@@ -311,11 +311,11 @@ class CudaExecutor:
         max_batched_tokens: int,
         swap_bytes: int = 0,
         graphs: bool = True,
-        thin_rows: int = THIN_ROWS,
+        thin_rows: int | None = None,
     ) -> None:
         """max_running: Sequences in a step; max_rows: those, and the ones that are swapped out. frames: of the pool;
         None: as `utilization` of the device's memory holds and max_rows x max_pages can use. swap_bytes: of the swap
-        area, which is at most as large as the pool. thin_rows: steps of at most so many tokens take ThinLayers.
+        area, which is at most as large as the pool. thin_rows: as for CudaKernels.
 
         Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
         """

@@ -25,10 +25,7 @@ from model.config import ModelConfig
 from model.kernels import Kernels
 from model.parameters import LayerParameters, Linear, Parameters
 from model.rope import inverse_frequencies
-from model.thin_layers import ThinLayers
-
-THIN_ROWS = 16
-"""Steps of so many tokens run by `ThinLayers`, larger ones by cuBLAS."""
+from model.thin_layers import ThinLayers, useful_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +50,9 @@ class CudaKernels(Kernels[CudaStep]):
         pool: FramePool,
         state: DeviceState,
         *,
-        thin_rows: int = THIN_ROWS,
+        thin_rows: int | None = None,
     ) -> None:
-        """thin_rows: steps of at most so many tokens take ThinLayers; 0: none does."""
+        """thin_rows: steps of at most so many tokens take ThinLayers; 0: none does; None: those that gain by it."""
         self._config = config
         self._state = state
         self._stream = 0  # of the step that was planned last
@@ -69,6 +66,7 @@ class CudaKernels(Kernels[CudaStep]):
         self._is_exact = dtype == torch.float32
         self.shared_prefix: SharedPrefix | None = None
         self._thin: ThinLayers | None = None
+        thin_rows = useful_rows(config) if thin_rows is None else thin_rows
         if thin_rows and not self._is_exact:
             self._thin = ThinLayers(config, loader, pool, state, cosines, sines, rows=thin_rows)
         if self._is_exact:
@@ -189,9 +187,9 @@ class CudaKernels(Kernels[CudaStep]):
 
     def logits(self, hidden: Tensor, parameters: Parameters, step: CudaStep) -> Tensor:
         """(sequences, V) float32, of each sequence's last token."""
-        if (thin := self._thin_for(step.sequences)) is not None:
-            out = self._logits[: step.sequences]
-            thin.logits(step.stream, hidden, parameters.head.weight, out)
+        out = self._logits[: step.sequences]
+        thin = self._thin_for(step.sequences)
+        if thin is not None and thin.logits(step.stream, hidden, parameters.head.weight, out):
             return out
         return self.logits_at(hidden, parameters, self._state.last_query[: step.sequences])
 

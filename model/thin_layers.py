@@ -2,7 +2,8 @@
 
     embed ─▶ [norm, qkv, rotate, write K V] ─▶ attention ─▶ [output, +] ─▶ [norm, gate, up, silu] ─▶ [down, +] ─▶ …
 
-With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel.
+With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel. Of very
+large matrices cuBLAS reads the weights faster: it is left a large head, and the whole of a network whose gate is large.
 
 Owns the residual stream of such a step, and the sums of its squares that every addition leaves for the norm after it
 (cuda/kernels/thin_linear.cu). Bits differ from those of the other path; what a row gets depends on no other row.
@@ -26,6 +27,22 @@ from cuda.thin_linear import (
 )
 from model.config import ModelConfig
 from model.parameters import LayerParameters
+
+CUBLAS_BYTES = 64 << 20
+"""Matrices that are larger are left to cuBLAS. On an H200 it reads the gate of an 8B network at 3.9 TB/s, the kernels
+around it included, these kernels at 3.4; that is as much as what fewer kernels save."""
+
+ROWS = 16
+"""Steps of so many tokens are faster this way than by cuBLAS (measured: decision 0009)."""
+
+
+def useful_rows(config: ModelConfig) -> int:
+    """The largest step of a network that should take ThinLayers; 0: none."""
+    return ROWS if _is_small(2 * config.intermediate, config.hidden) else 0
+
+
+def _is_small(outputs: int, inputs: int) -> bool:
+    return 2 * outputs * inputs <= CUBLAS_BYTES
 
 
 class ThinLayers:
@@ -56,7 +73,9 @@ class ThinLayers:
         self._output = ThinAdd(loader, work, dtype, c.hidden, c.heads * c.head_dim, **sizes)
         self._gate = ThinGate(loader, work, dtype, c.intermediate, c.hidden, **normed)
         self._down = ThinAdd(loader, work, dtype, c.hidden, c.intermediate, **sizes)
-        self._logits = ThinLogits(loader, work, dtype, c.vocabulary, c.hidden, **sizes)
+        self._logits: ThinLogits | None = None
+        if _is_small(c.vocabulary, c.hidden):
+            self._logits = ThinLogits(loader, work, dtype, c.vocabulary, c.hidden, **sizes)
         self._residual = torch.empty(rows, c.hidden, dtype=dtype, device=device)
         self._squares = torch.empty(rows * squares_of(c.hidden), dtype=torch.float32, device=device)
 
@@ -90,9 +109,12 @@ class ThinLayers:
         self._down(stream, gated, layer.down.weight, layer.down.bias, residual, squares)
         return residual
 
-    def logits(self, stream: int, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """out (S, V) float32, of each sequence's last token."""
+    def logits(self, stream: int, hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
+        """out (S, V) float32, of each sequence's last token. False: left to cuBLAS, nothing was done."""
+        if self._logits is None:
+            return False
         self._logits(stream, hidden, self._state.last_query[: len(out)], weight, out)
+        return True
 
     def _stream_of(self, tokens: int) -> tuple[Tensor, Tensor]:
         width = self._residual.shape[1]

@@ -174,7 +174,6 @@ def _cuda_executor(
     check_cuda_namespace()
     # imports CuPy and the kernels' loader: absent where there is no GPU
     from model.cuda_executor import CudaExecutor
-    from model.cuda_kernels import THIN_ROWS
 
     if settings.page_size != PAGE_SIZE:
         raise ConfigurationError(f"page_size is {settings.page_size}: the CUDA kernels take {PAGE_SIZE}")
@@ -191,7 +190,7 @@ def _cuda_executor(
         max_pages=sizes.pages,
         max_batched_tokens=sizes.tokens,
         swap_bytes=_host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes,
-        thin_rows=THIN_ROWS if thin_rows is None else thin_rows,
+        thin_rows=thin_rows,
     )
 
 

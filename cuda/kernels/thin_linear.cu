@@ -13,12 +13,14 @@
 // leaves the sum of each row's 16 columns in `squares` [M][tiles], and who normalizes adds those up.
 //
 // Time is that of reading the weights once, so everything serves a steady stream of them. Weights are the tensor cores'
-// A side: a tile is 16 weight rows, x is B, with 8 of its rows a product. In a block all WARPS warps share a tile and
-// divide K, in steps of 64 numbers (128 bytes of each row). Each lane fetches with cp.async exactly the 16-byte pieces
-// that its own fragments consist of, into slots of its own: no barrier, no bank conflict, and STAGES steps a warp under
-// way. (The order of K within a product is free, as long as both sides keep the same one: a lane's fragment is 8
-// neighbours instead of the hardware's 2 + 2 + 2 + 2.) The ring runs on from one tile to the next, and its first STAGES
-// steps are fetched before wait_for_previous_kernel(): a small matrix is in shared memory when its turn comes.
+// A side: a tile is 16 weight rows, x is B, with 8 of its rows a product. SHARE warps of a block share a tile and
+// divide K, in steps of 64 numbers (128 bytes of each row): all WARPS of them, so that a block's time is short; or,
+// where every warp has tiles of its own to go through (logits), 1, and no warp waits for another. A warp fetches whole
+// lines with cp.async, and puts the 16-byte pieces where the lane that they are a fragment of reads them: no bank
+// conflict, no barrier but that of the warp, and STAGES steps a warp under way. (The order of K within a product is
+// free, as long as both sides keep the same one: a lane's fragment is 8 neighbours instead of the hardware's 2 + 2 + 2
+// + 2.) The ring runs on from one tile to the next, and its first STAGES steps are fetched before
+// wait_for_previous_kernel(): a small matrix is in shared memory when its turn comes.
 //
 // A tile's rows come in pairs that one thread ends up with: `distance` rows apart, 8 in a plain matrix; gate and up;
 // the two halves of a head that rotate together. So every epilogue works on registers.
@@ -33,6 +35,8 @@ constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int STEP = 64;               // of K
 constexpr int TILE = 16;               // weight rows
 constexpr int STAGE = TILE * STEP * 2;  // bytes of a step
+// Blocks that a multiprocessor's registers must have room for: those of the kernels that wait behind this one, too
+template <int ROWS> constexpr int RESIDENT = ROWS <= 8 ? 3 : 2;
 
 template <class E> struct Operands {
   const E *weight, *bias, *x;  // bias may be null
@@ -55,48 +59,51 @@ __device__ __forceinline__ int first_row(int tile, int distance) {
 // `epilogue`: `fetch(m, low, high)` loads what it needs besides sums, before they are there;
 // `finish(fetched, m, low, high, tile, x, y)` has the sums x and y of row m and the columns low and high. The threads
 // of 8 neighbouring `low` are neighbours; m may be M or more. NORM: whether x is normalized first.
-template <class E, int ROWS, int STAGES, class Epilogue>
+template <class E, int ROWS, int STAGES, int SHARE, class Epilogue>
 __device__ __forceinline__ void multiply(const Operands<E>& p, const int tiles, const Epilogue& epilogue) {
   constexpr int NT = (ROWS + 7) / 8, PAIRS = 64 * NT;
   constexpr bool NORM = Epilogue::NORM;
-  constexpr bool SPLITS = ROWS > 1;  // one row always fits; without the joining a block takes fewer registers
+  constexpr bool SPLITS = ROWS > 1 && SHARE == WARPS;  // without the joining a block takes fewer registers
   constexpr int CHAINS = NT <= 2 ? 2 : 1;  // sums side by side: a product waits for the one before it in its chain
-  constexpr int BATCH = ROWS == 1 ? 2 : 4;  // pieces of the norm's weight that a thread has under way
+  constexpr int PER_ROW = ROWS >= WARPS ? 1 : WARPS / ROWS;  // warps that load and normalize a row of x together
+  constexpr int OWN_ROWS = (ROWS + WARPS - 1) / WARPS;       // or rows of a warp
+  constexpr int BATCH = ROWS == 1 ? 2 : ROWS < WARPS ? 4 : 8;  // pieces of the norm's weight that a lane has under way
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] steps, [2][WARPS][PAIRS] sums, [ROWS][pitch] x
-  __shared__ float factors[ROWS];
   __shared__ u32 ticket;
   allow_next_kernel();
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, row = lane >> 2, quarter = lane & 3;
   const int split = blockIdx.x % p.splits, group = blockIdx.x / p.splits, groups = gridDim.x / p.splits;
+  const int share = warp % SHARE, first_tile = group + warp / SHARE * groups, stride = groups * (WARPS / SHARE);
   const int steps = (p.K + STEP - 1) / STEP;
   const int first = steps * split / p.splits, last = steps * (split + 1) / p.splits;
-  const int own = max(0, (last - first - warp + WARPS - 1) / WARPS);  // steps of this warp in a tile
+  const int own = max(0, (last - first - share + SHARE - 1) / SHARE);  // steps of this warp in a tile
   unsigned char* const ring = shared + warp * STAGES * STAGE + lane * 16;
   float2* const sums = (float2*)(shared + WARPS * STAGES * STAGE);
   unsigned char* const rows = (unsigned char*)(sums + 2 * WARPS * PAIRS);
   const int pitch = (last - first) * STEP * 2 + 64;  // 64 more than whole lines: two rows use all banks
 
   // ---- weights: the ring runs STAGES steps ahead, through all tiles of the block
-  int next_tile = own ? group : tiles, next_step = 0;
-  const E *low_row, *high_row;
+  int next_tile = own ? first_tile : tiles, next_step = 0;
+  const int line = lane >> 3, piece = lane & 7;  // 8 lanes copy the 128 bytes of a row
+  unsigned char* const slots = shared + warp * STAGES * STAGE + piece / 4 * 1024 + line * 64 + piece % 4 * 16;
+  const E* lines[4];
   auto aim = [&] {  // rows past the end of a ragged matrix repeat its last one
-    const int low = first_row(next_tile, p.distance) + row;
-    low_row = p.weight + (i64)min(low, p.N - 1) * p.K;
-    high_row = p.weight + (i64)min(low + p.distance, p.N - 1) * p.K;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = first_row(next_tile, p.distance) + line + i % 2 * 4 + (i < 2 ? 0 : p.distance);
+      lines[i] = p.weight + (i64)min(n, p.N - 1) * p.K;
+    }
   };
   auto fetch = [&](int stage) {
     if (next_tile < tiles) {
-      const u32 target = shared_address(ring + stage * STAGE);
-      const int k = (first + warp + next_step * WARPS) * STEP + quarter * 8;
+      const u32 target = shared_address(slots + stage * STAGE);
+      const int k = (first + share + next_step * SHARE) * STEP + piece * 8;
+      const int at = min(k, p.K - 8);  // past the end of K: x is 0 there
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = min(k + 32 * h, p.K - 8);  // past the end of K: x is 0 there
-        async_copy_16(target + h * 1024, low_row + at);
-        async_copy_16(target + h * 1024 + 512, high_row + at);
-      }
+      for (int i = 0; i < 4; ++i) async_copy_16(target + i * 256, lines[i] + at);
       if (++next_step == own) {
         next_step = 0;
-        next_tile += groups;
+        next_tile += stride;
         if (next_tile < tiles) aim();
       }
     }
@@ -106,84 +113,93 @@ __device__ __forceinline__ void multiply(const Operands<E>& p, const int tiles, 
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) fetch(s);
 
-  // ---- x: this split's columns of all rows into shared memory, all copies at once
-  const int chunks = (last - first) * (STEP / 8), all_chunks = p.M * chunks;
-  auto load_norm = [&](int i) {
-    const int k = first * STEP + i % chunks * 8;
-    return k < p.K ? *(const uint4*)(p.norm + k) : make_uint4(0, 0, 0, 0);
+  // ---- x: this split's columns of all rows into shared memory, all copies at once. A lane normalizes what it copied
+  const int chunks = (last - first) * (STEP / 8), own_row = warp / PER_ROW;
+  const int own_chunk = warp % PER_ROW * 32 + lane;
+  auto load_norm = [&](int c) {
+    const int k = first * STEP + c * 8;
+    return c < chunks && k < p.K ? *(const uint4*)(p.norm + k) : make_uint4(0, 0, 0, 0);
   };
   uint4 scale[BATCH];
   auto load_norms = [&](int begin) {
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b)
-      if (begin + b * THREADS < all_chunks) scale[b] = load_norm(begin + b * THREADS);
+    for (int b = 0; b < BATCH; ++b) scale[b] = load_norm(begin + b * PER_ROW * 32);
   };
-  if constexpr (NORM) load_norms(tid);  // written long before
+  if constexpr (NORM) load_norms(own_chunk);  // written long before
   wait_for_previous_kernel();
-  for (int i = tid; i < all_chunks; i += THREADS) {
-    const int m = i / chunks, c = i - m * chunks, k = first * STEP + c * 8;
-    unsigned char* const target = rows + m * pitch + c * 16;
-    if (k < p.K) {
-      const int source = p.picks ? (int)load_ordered((const u32*)p.picks + m) : m;
-      async_copy_16(shared_address(target), p.x + (i64)source * p.K + k);
-    } else {
-      *(uint4*)target = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int r = 0; r < OWN_ROWS; ++r) {
+    const int m = own_row + r * WARPS;
+    if (m >= p.M) break;
+    const E* const source = p.x + (i64)(p.picks ? (int)load_ordered((const u32*)p.picks + m) : m) * p.K;
+#pragma unroll 4
+    for (int c = own_chunk; c < chunks; c += PER_ROW * 32) {
+      unsigned char* const target = rows + m * pitch + c * 16;
+      const int k = first * STEP + c * 8;
+      if (k < p.K) async_copy_16(shared_address(target), source + k);
+      else *(uint4*)target = make_uint4(0, 0, 0, 0);
     }
   }
   async_copy_commit();
-  if constexpr (NORM) {
-    for (int m = warp; m < p.M; m += WARPS) {
-      float sum = 0.f;
-#pragma unroll 4
-      for (int i = lane; i < p.square_tiles; i += 32) {
-        sum += __uint_as_float(load_ordered((const u32*)(p.squares + m * p.square_tiles + i)));
-      }
-      sum = warp_sum(sum);
-      if (lane == 0) factors[m] = 1.f / sqrtf(sum / p.K + p.epsilon);
-    }
-  }
   auto columns = [&](int tile, int in_tile, int& low, int& high) {
     low = first_row(tile, p.distance) + in_tile;
     high = low + p.distance;
   };
-  const int my_m = tid / 8;  // of the pair that this thread finishes, in every tile
+  const int my_m = tid / 8;  // of the pair that this thread finishes, in every tile that all warps share
   int low, high;
   columns(group, tid % 8, low, high);
   typename Epilogue::Fetched fetched = {};
-  if (tid < PAIRS && (!SPLITS || p.splits == 1)) fetched = epilogue.fetch(my_m, low, high);
-  async_copy_wait<0>();  // the ring's first steps, too: they were on their way before x was there
-  __syncthreads();
+  if (SHARE == WARPS && tid < PAIRS && (!SPLITS || p.splits == 1)) fetched = epilogue.fetch(my_m, low, high);
   if constexpr (NORM) {
-    for (int begin = tid; begin < all_chunks; begin += BATCH * THREADS) {
-      if (begin != tid) load_norms(begin);
+    float factors[OWN_ROWS] = {};
+#pragma unroll 4
+    for (int i = lane; i < p.square_tiles; i += 32) {
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const int i = begin + b * THREADS, m = i / chunks;
-        if (i >= all_chunks) break;
-        uint4* const place = (uint4*)(rows + m * pitch + (i - m * chunks) * 16);
-        float value[8], weight[8];
-        unpack_chunk<E>(*place, value);
-        unpack_chunk<E>(scale[b], weight);
-        const float factor = factors[m];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) weight[k] *= value[k] * factor;
-        *place = pack_chunk<E>(weight);
+      for (int r = 0; r < OWN_ROWS; ++r) {  // a row past the end repeats the last one
+        const int m = min(own_row + r * WARPS, p.M - 1);
+        factors[r] += __uint_as_float(load_ordered((const u32*)(p.squares + m * p.square_tiles + i)));
       }
     }
-    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < OWN_ROWS; ++r) factors[r] = 1.f / sqrtf(warp_sum(factors[r]) / p.K + p.epsilon);
+    async_copy_wait<0>();  // the ring's first steps, too: they were on their way before x was there
+    for (int begin = own_chunk; begin < chunks; begin += BATCH * PER_ROW * 32) {
+      if (begin != own_chunk) load_norms(begin);
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const int c = begin + b * PER_ROW * 32;
+        if (c >= chunks) break;
+        float weight[8];
+        unpack_chunk<E>(scale[b], weight);
+#pragma unroll
+        for (int r = 0; r < OWN_ROWS; ++r) {
+          const int m = own_row + r * WARPS;
+          if (m >= p.M) break;
+          uint4* const place = (uint4*)(rows + m * pitch + c * 16);
+          float value[8];
+          unpack_chunk<E>(*place, value);
+#pragma unroll
+          for (int k = 0; k < 8; ++k) value[k] = weight[k] * (value[k] * factors[r]);
+          *place = pack_chunk<E>(value);
+        }
+      }
+    }
   }
+  async_copy_wait<0>();
+  __syncthreads();
 
   // ---- the tiles
   const unsigned char* x_rows[NT];
 #pragma unroll
   for (int t = 0; t < NT; ++t) x_rows[t] = rows + min(t * 8 + row, p.M - 1) * pitch + quarter * 16;
   int stage = 0, turn = 0;
-  for (int tile = group; tile < tiles; tile += groups, turn ^= 1) {
+  for (int tile = first_tile; tile < tiles; tile += stride, turn ^= 1) {
     float c[CHAINS][NT][4] = {};
     for (int i = 0; i < own; ++i) {
       async_copy_wait<STAGES - 1>();
+      __syncwarp();
       const unsigned char* const mine = ring + stage * STAGE;
-      const int at = (warp + i * WARPS) * STEP * 2;
+      const int at = (share + i * SHARE) * STEP * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint4 a = *(const uint4*)(mine + h * 1024), b = *(const uint4*)(mine + h * 1024 + 512);
@@ -194,7 +210,8 @@ __device__ __forceinline__ void multiply(const Operands<E>& p, const int tiles, 
           mma<E>(c[h % CHAINS][t], a.z, b.z, a.w, b.w, x.z, x.w);
         }
       }
-      fetch(stage);  // after the products: they have the step in registers
+      __syncwarp();
+      fetch(stage);  // after the products: all lanes have the step in registers
       if (++stage == STAGES) stage = 0;
     }
     float2* const parts = sums + turn * WARPS * PAIRS;  // two turns: one is read while the next tile's is written
@@ -208,6 +225,16 @@ __device__ __forceinline__ void multiply(const Operands<E>& p, const int tiles, 
       float2* const target = parts + warp * PAIRS + (t * 8 + quarter * 2) * 8 + row;
       target[0] = make_float2(c[0][t][0], c[0][t][2]);
       target[8] = make_float2(c[0][t][1], c[0][t][3]);
+    }
+    if constexpr (SHARE == 1) {
+      __syncwarp();
+#pragma unroll
+      for (int i = lane; i < PAIRS; i += 32) {
+        columns(tile, i % 8, low, high);
+        const float2 sum = parts[warp * PAIRS + i];
+        epilogue.finish(epilogue.fetch(i / 8, low, high), i / 8, low, high, tile, sum.x, sum.y);
+      }
+      continue;  // the other turn's sums are the next tile's
     }
     __syncthreads();
     if (tid < PAIRS) {
@@ -237,7 +264,7 @@ __device__ __forceinline__ void multiply(const Operands<E>& p, const int tiles, 
   __syncthreads();
   if (ticket != (u32)(p.splits - 1)) return;
   __threadfence();
-  constexpr int JOIN = 4;  // pairs that a thread has under way
+  constexpr int JOIN = 2;  // pairs that a thread has under way
   for (int begin = tid; group + begin / PAIRS * groups < tiles; begin += JOIN * THREADS) {
     typename Epilogue::Fetched early[JOIN] = {};
     float2 sum[JOIN] = {};
@@ -347,9 +374,10 @@ template <class E, int D> struct Append {  // as kv_append does
   i64 frame_stride;
   __device__ __forceinline__ Fetched fetch(int m, int low, int high) const {
     Fetched f = {load_bias(p, low, high), -1, 0, 0, 1.f, 0.f};
-    if (m < p.M) f.row = (int)load_ordered((const u32*)rows + m);
+    if (m >= p.M) return f;
+    f.row = (int)load_ordered((const u32*)rows + m);
+    f.position = (int)load_ordered((const u32*)positions + m);  // at once: padding has one, too
     if (f.row < 0) return f;
-    f.position = (int)load_ordered((const u32*)positions + m);
     const int head = low / D;
     if (head >= H) {
       const i64 entry = (i64)f.row * max_pages + f.position / PAGE_SIZE;
@@ -400,36 +428,38 @@ template <class E, int D> struct Append {  // as kv_append does
   }
 
 template <class E, int ROWS, int STAGES>
-__global__ void __launch_bounds__(THREADS, 2) thin_product(OPERANDS(E), E* out) {
+__global__ void __launch_bounds__(THREADS, RESIDENT<ROWS>) thin_product(OPERANDS(E), E* out) {
   const Operands<E> p = PACKED(E);
-  multiply<E, ROWS, STAGES>(p, (N + TILE - 1) / TILE, Store<E, E, true>{p, out});
+  multiply<E, ROWS, STAGES, WARPS>(p, (N + TILE - 1) / TILE, Store<E, E, true>{p, out});
+}
+
+template <class E, int ROWS, int STAGES, int SHARE>
+__global__ void __launch_bounds__(THREADS, RESIDENT<ROWS>) thin_logits(OPERANDS(E), float* out) {
+  const Operands<E> p = PACKED(E);
+  multiply<E, ROWS, STAGES, SHARE>(p, (N + TILE - 1) / TILE, Store<E, float, false>{p, out});
 }
 
 template <class E, int ROWS, int STAGES>
-__global__ void __launch_bounds__(THREADS, 2) thin_logits(OPERANDS(E), float* out) {
-  const Operands<E> p = PACKED(E);
-  multiply<E, ROWS, STAGES>(p, (N + TILE - 1) / TILE, Store<E, float, false>{p, out});
-}
-
-template <class E, int ROWS, int STAGES>
-__global__ void __launch_bounds__(THREADS, 2) thin_add(OPERANDS(E), E* residual, float* squares_out) {
+__global__ void __launch_bounds__(THREADS, RESIDENT<ROWS>) thin_add(
+    OPERANDS(E), E* residual, float* squares_out) {
   const Operands<E> p = PACKED(E);
   const int tiles = (N + TILE - 1) / TILE;
-  multiply<E, ROWS, STAGES>(p, tiles, Add<E>{p, residual, squares_out, tiles});
+  multiply<E, ROWS, STAGES, WARPS>(p, tiles, Add<E>{p, residual, squares_out, tiles});
 }
 
 template <class E, int ROWS, int STAGES>
-__global__ void __launch_bounds__(THREADS, 2) thin_gate(OPERANDS(E), E* out) {  // distance = N / 2: gate, then up
+__global__ void __launch_bounds__(THREADS, RESIDENT<ROWS>) thin_gate(
+    OPERANDS(E), E* out) {  // distance = N / 2: gate, then up
   const Operands<E> p = PACKED(E);
-  multiply<E, ROWS, STAGES>(p, (distance + 7) / 8, Gate<E>{p, out});
+  multiply<E, ROWS, STAGES, WARPS>(p, (distance + 7) / 8, Gate<E>{p, out});
 }
 
 template <class E, int ROWS, int STAGES, int D>
-__global__ void __launch_bounds__(THREADS, 2) thin_append(  // distance = D / 2; N = (H + 2 KH) D
+__global__ void __launch_bounds__(THREADS, ROWS == 1 ? 3 : 2) thin_append(  // distance = D / 2; N = (H + 2 KH) D
     OPERANDS(E), E* queries, const float* cosines, const float* sines, const int* rows, const int* positions,
     const int* page_tables, char* layer_pool, int* failed, int H, int KH, int max_pages, i64 frame_stride) {
   const Operands<E> p = PACKED(E);
-  multiply<E, ROWS, STAGES>(p, N / TILE, Append<E, D>{p, queries, cosines, sines, rows, positions, page_tables,
+  multiply<E, ROWS, STAGES, WARPS>(p, N / TILE, Append<E, D>{p, queries, cosines, sines, rows, positions, page_tables,
                                                       layer_pool, failed, H, KH, max_pages, frame_stride});
 }
 

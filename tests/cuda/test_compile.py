@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,15 +89,19 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
             if SharedPrefix.is_possible(loader, dtype):
                 SharedPrefix(loader, pool, 4, 1)
             work = ThinWorkspace("cpu")
-            most = {"rows": ROW_CLASSES[-1] if dtype == torch.bfloat16 else 1}  # 30 kernels a dtype take half a minute
+            most = {"rows": ROW_CLASSES[-1] if dtype == torch.bfloat16 else 1}
             ThinEmbed(loader, dtype, 576)
             ThinAppend(loader, work, pool, 4, 576, angles, angles, **most)
-            for inputs in (576, 16384):
-                ThinProduct(loader, work, dtype, 960, inputs, **most)
-                ThinAdd(loader, work, dtype, 576, inputs, **most)
-                ThinGate(loader, work, dtype, 1536, inputs, **most)
-                ThinLogits(loader, work, dtype, 1000, inputs, **most)
+            ThinProduct(loader, work, dtype, 960, 4096, **most)
+            ThinAdd(loader, work, dtype, 576, 4096, **most)
+            ThinGate(loader, work, dtype, 1536, 4096, **most)
+            for share in (1, 8):
+                ThinLogits(loader, work, dtype, 1000, 576, share=share, **most)
+            ThinLogits(loader, work, dtype, 49152, 576, **most)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
+    if architecture != "sm_90a":  # the others have the same code, and 40 such kernels take half a minute
+        thin = loader.asked["thin_linear.cu"]
+        thin -= {spec for spec in thin if re.search(r"<\w+, (4|8|16), ", spec.instance)}
     Scatter(loader, state)
     for vocabulary in (8, 49152, 128256, 151936, 400000):  # as many kinds of teams
         Adjust(loader, state, vocabulary)
@@ -126,7 +131,8 @@ def test_compiles_without_spills_or_warnings(file, architecture, build_folder) -
             assert -(-need.registers // 8) * 8 * spec.block * MANY_NARROW.blocks_per_multiprocessor <= 65536, (
                 spec.instance
             )
-        assert spec.shared_bytes <= {80: 163, 89: 99, 90: 227}[int(architecture[3:5])] * 1024, spec.instance
+        limit = {80: 163, 89: 99, 90: 227}[int(architecture[3:5])] * 1024
+        assert spec.shared_bytes + need.shared_bytes <= limit, spec.instance
 
 
 def test_serialized_tensor_cores_are_a_warning() -> None:

@@ -12,6 +12,7 @@ from plan_driver import PlanDriver
 from program_executor import BUDGET, PAGES, ROWS, ProgramExecutor, cpu_executor, spread, tiny_config
 
 from mm import MemoryManager, MemoryOrders, SharedPrefixes
+from model import thin_layers
 from model.cuda_executor import CudaExecutor, DeviceProgram
 from model.step_plan import SamplingParameters, StepPlan
 from service.engine_client import Submit
@@ -75,6 +76,22 @@ def test_sixteen_bit_tokens_differ_at_near_ties_only(
         scores = exact.logits(ids, [len(ids)])[len(sequence.prompt) - 1 : -1].log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(sequence.output)[:, None]).squeeze(1)
         assert (scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS
+
+
+@pytest.mark.gpu  # torch has the head's product on GPUs only
+@pytest.mark.parametrize(("vocabulary", "most", "rows"), [(211, 42_000, 0), (256, 43_008, 16)], ids=["all", "head"])
+def test_large_matrices_are_left_to_cublas(
+    device: Any, monkeypatch: pytest.MonkeyPatch, vocabulary: int, most: int, rows: int
+) -> None:
+    """All layers of a network whose gate (43,008 bytes here) is large; or only its head. To the same tokens."""
+    monkeypatch.setattr(thin_layers, "CUBLAS_BYTES", most)
+    config = tiny_config(vocab_size=vocabulary)
+    assert thin_layers.useful_rows(config) == rows
+    executor = ProgramExecutor(device, config, torch.bfloat16)
+    everyone = PlanDriver(executor).generate(prompts()[:3], 8, budget=BUDGET, arrive=3)
+    exact = Network(config, spread(config, torch.float32, "cpu"))
+    for sequence in everyone:
+        assert is_near_best(exact, sequence.prompt, sequence.output)
 
 
 COMMON = np.random.default_rng(1).integers(0, 211, 50).tolist()

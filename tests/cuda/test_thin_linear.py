@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from cuda import thin_linear
 from cuda.errors import ShapeMismatch, UnsupportedDevice
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
+from cuda.launch import KernelSpec
 from cuda.rms_norm import RmsNorm
 from cuda.silu_mul import SiluMul
 from cuda.thin_linear import (
@@ -124,15 +126,20 @@ def test_gate(device, generator, dtype, rows, width, inputs, splits) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), CASES)
-def test_logits_of_picked_rows(device, generator, dtype, rows, outputs, inputs, splits) -> None:
-    """float32, of the named rows, in any order and twice; the others are not read."""
+@pytest.mark.parametrize("share", [1, 8])
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), [*CASES, (20, 777, 72, None)])
+def test_logits_of_picked_rows(device, generator, dtype, share, rows, outputs, inputs, splits) -> None:
+    """float32, of the named rows, in any order and twice; the others are not read. Warps with tiles of their own, or
+    with a share in one.
+    """
     case = Case(device, generator, dtype, rows, outputs, inputs, bias=False)
     picks = torch.randint(0, rows, (rows,), generator=generator)
     expected = case.product(case.x[picks.to(device.name)])
     unused = [m for m in range(rows) if m not in picks.tolist()]
     case.x[unused] = float("nan")
-    logits = ThinLogits(device.loader, case.work, dtype, outputs, inputs, rows=ROW_CLASSES[-1], splits=splits)
+    logits = ThinLogits(
+        device.loader, case.work, dtype, outputs, inputs, rows=ROW_CLASSES[-1], share=share, splits=splits
+    )
     out = case.empty(rows, outputs, dtype=torch.float32)
     logits(device.stream, case.x, picks.int().to(device.name), case.weight, out)
     case.finish()
@@ -238,6 +245,23 @@ def test_a_row_too_wide_for_a_block_is_divided(device, generator, rows) -> None:
     assert error(case.residual, expected) <= TOLERANCE[case.dtype]
 
 
+@pytest.mark.parametrize("large", [0, 1 << 30], ids=["large", "between"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_longer_rings_change_no_bit(device, generator, monkeypatch, rows, large) -> None:
+    """How much of a matrix is under way depends on its size; what is added to what does not."""
+    case = Case(device, generator, torch.bfloat16, rows, 90, 584)
+    residual, squares = case.residual.clone(), case.empty(rows, squares_of(90), dtype=torch.float32)
+    add = ThinAdd(device.loader, case.work, case.dtype, 90, 584, rows=rows)
+    add(device.stream, case.x, case.weight, case.bias, residual, squares)
+    monkeypatch.setattr(thin_linear, "SMALL_BYTES", 0)
+    monkeypatch.setattr(thin_linear, "LARGE_BYTES", large)
+    longer = ThinAdd(device.loader, case.work, case.dtype, 90, 584, rows=rows)
+    assert longer.shapes[-1].stages > add.shapes[-1].stages
+    longer(device.stream, case.x, case.weight, case.bias, case.residual, squares)
+    case.finish()
+    assert torch.equal(case.residual, residual)
+
+
 def test_what_is_not_finite_stays_in_its_row(device, generator) -> None:
     """NaN in one row of x reaches none of the others, though they share the tensor cores' products."""
     case = Case(device, generator, torch.bfloat16, 3, 40, 96)
@@ -281,6 +305,45 @@ REAL = {  # hidden, (heads + 2 kv heads) * head_dim, heads * head_dim, intermedi
     "Qwen3-0.6B": (1024, 4096, 2048, 3072, 151936, False),
     "Qwen2-0.5B": (896, 1152, 896, 4864, 151936, True),
 }
+
+
+class SpecLoader:
+    """Keeps what launchers ask for, on a device that is not there."""
+
+    def __init__(self, capability: int, multiprocessors: int) -> None:
+        self.capability, self.multiprocessors = capability, multiprocessors
+        self.specs: list[KernelSpec] = []
+
+    def load(self, file: str, specs: list[KernelSpec]) -> list[None]:
+        self.specs += specs
+        return [None for _ in specs]
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors", "limit"), [(80, 108, 163), (89, 142, 99), (90, 132, 227)])
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes_fit_every_device(name, capability, multiprocessors, limit) -> None:
+    """All classes of rows have the shared memory they ask for, one KB of it kept for the system and the kernel."""
+    hidden, qkv, mixed, intermediate, vocabulary, _ = REAL[name]
+    loader, work, dtype = SpecLoader(capability, multiprocessors), ThinWorkspace("cpu"), torch.bfloat16
+    launchers = [
+        ThinProduct(loader, work, dtype, qkv, hidden, rows=32),
+        ThinAdd(loader, work, dtype, hidden, mixed, rows=32),
+        ThinGate(loader, work, dtype, intermediate, hidden, rows=32),
+        ThinAdd(loader, work, dtype, hidden, intermediate, rows=32),
+        ThinLogits(loader, work, dtype, vocabulary, hidden, rows=32),
+    ]
+    assert max(spec.shared_bytes for spec in loader.specs) <= (limit - 1) << 10
+    for launcher in launchers:
+        for shape in launcher.shapes:
+            assert shape.groups * shape.splits <= max(multiprocessors, launcher.tiles)
+            assert shape.splits * -(-launcher.inputs // 64 // shape.splits) * 64 >= launcher.inputs - 63
+
+
+def test_a_division_that_leaves_too_little_memory_is_refused() -> None:
+    """When the launcher is made, with what is needed and what is there."""
+    loader = SpecLoader(89, 142)
+    with pytest.raises(UnsupportedDevice, match=r"8 rows of 14336 numbers, divided by 2: .* there are 100352"):
+        ThinAdd(loader, ThinWorkspace("cpu"), torch.bfloat16, 4096, 14336, rows=32, splits=2)
 
 
 @pytest.mark.gpu

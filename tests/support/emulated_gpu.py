@@ -4,38 +4,46 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from cuda.compile import KERNELS
+from cuda.compile import KERNELS, read_source
 from cuda.launch import Argument, ArgumentBlock, Grid, Kernel, KernelSpec
 
 HEADER = Path(__file__).parent / "emulated_gpu.hpp"
 
-ENTRY = """
-extern "C" void run_{index}(
+SOURCE = """
+#include "{header}"
+#include "{kernels}"
+extern "C" void run(
     const unsigned* grid, unsigned cluster, unsigned block, unsigned shared, unsigned seed, void** arguments) {{
-  emulator::run(grid, cluster, block, shared, seed, [arguments] {{ emulator::invoke({kernel}, arguments); }});
+  emulator::run(grid, cluster, block, shared, seed, [arguments] {{ emulator::invoke({instance}, arguments); }});
 }}
-extern "C" int parameters_{index}(int* sizes) {{ return emulator::parameter_sizes({kernel}, sizes); }}
+extern "C" int parameters(int* sizes) {{ return emulator::parameter_sizes({instance}, sizes); }}
 """
+
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+"""That a block may have, by compute capability."""
 
 
 class EmulatedKernel:
-    """Runs at launch, to the end; the stream means nothing. `seed` shuffles the order of the warps."""
+    """Runs at launch, to the end; the stream means nothing. `seed` shuffles the order of the warps.
 
-    def __init__(self, library: ctypes.CDLL, index: int, spec: KernelSpec) -> None:
-        self._run = getattr(library, f"run_{index}")
+    Compiled when it is first launched: a launcher asks for kernels of all sizes, a test runs one.
+    """
+
+    def __init__(self, library: Callable[[], ctypes.CDLL], spec: KernelSpec) -> None:
+        self._library = library
+        self._run: Any = None
         self._spec = spec
         self._arguments = ArgumentBlock(spec.signature)
-        sizes = (ctypes.c_int * 64)()
-        count = getattr(library, f"parameters_{index}")(sizes)
-        assert list(sizes[:count]) == self._arguments.sizes, (
-            f"{spec.instance} takes {list(sizes[:count])}, its launcher packs {self._arguments.sizes}"
-        )
         self.seed = 0
 
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
+        if self._run is None:
+            self._run = self._checked_run()
         self._arguments.pack(arguments)
         sizes = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)[:3]
         self.seed += 1
@@ -48,6 +56,14 @@ class EmulatedKernel:
             self.seed,
             self._arguments.pointers,
         )
+
+    def _checked_run(self) -> Any:
+        library, sizes = self._library(), (ctypes.c_int * 64)()
+        count = library.parameters(sizes)
+        assert list(sizes[:count]) == self._arguments.sizes, (
+            f"{self._spec.instance} takes {list(sizes[:count])}, its launcher packs {self._arguments.sizes}"
+        )
+        return library.run
 
 
 class EmulatedLoader:
@@ -63,14 +79,13 @@ class EmulatedLoader:
         return shutil.which("g++") is not None
 
     def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
-        entries = "".join(ENTRY.format(index=i, kernel=spec.instance) for i, spec in enumerate(specs))
-        source = f'#include "{HEADER}"\n#include "{KERNELS / file}"\n{entries}'
-        parts = [
-            source,
-            HEADER.read_text(),
-            *(path.read_text() for path in sorted(KERNELS.iterdir())),
-            str(self.capability),
-        ]
+        for spec in specs:
+            assert spec.shared_bytes <= SHARED_BYTES[self.capability], f"{spec.instance}: {spec.shared_bytes} bytes"
+        return [EmulatedKernel(partial(self._library, file, spec.instance), spec) for spec in specs]
+
+    def _library(self, file: str, instance: str) -> ctypes.CDLL:
+        source = SOURCE.format(header=HEADER, kernels=KERNELS / file, instance=instance)
+        parts = [source, HEADER.read_text(), read_source(file), str(self.capability)]
         stem = self._folder / f"{Path(file).stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
         library = stem.with_suffix(".so")
         if not library.exists():
@@ -89,5 +104,4 @@ class EmulatedLoader:
             ]
             subprocess.run(["g++", *options, "-o", scratch, stem.with_suffix(".cpp")], check=True)
             scratch.rename(library)
-        loaded = ctypes.CDLL(str(library))
-        return [EmulatedKernel(loaded, i, spec) for i, spec in enumerate(specs)]
+        return ctypes.CDLL(str(library))
