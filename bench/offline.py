@@ -27,7 +27,7 @@ from bench import workload
 from model.step_plan import SamplingParameters
 from service.assembly import Assembly, assemble
 from service.engine import StepReport
-from service.engine_client import Ended, EngineDied, Event, Submit
+from service.engine_client import Ended, EngineDied, Event, Sibling, Submit
 from service.request import Sequence
 from service.settings import Settings
 
@@ -147,28 +147,51 @@ class Runner:
         self.log = log
         self.receiver = Receiver()
         self.assembly.engine.connect(0, self.receiver)
+        self.saved_pct = 0.0  # of the last run: frames that sharing saved, of those needed without it, over its turns
         self._next_id = 0
 
     async def run(
-        self, items: list[workload.Item], sampling: SamplingParameters, *, prefix_cache: bool = False
+        self,
+        items: list[workload.Item],
+        sampling: SamplingParameters,
+        *,
+        prefix_cache: bool = False,
+        separate: bool = False,
     ) -> float:
-        """All items at once, to their full lengths, with nothing cached before; returns seconds."""
-        self.assembly.engine.scheduler.memory.drop_caches()
-        sequences = [(item, k) for item in items for k in range(item.n)]
-        self.receiver.reset(len(sequences))
+        """All items at once, to their full lengths, with nothing cached before; returns seconds.
+
+        separate: the n choices of an item are requests of their own, which share nothing.
+        """
+        memory = self.assembly.engine.scheduler.memory
+        memory.drop_caches()
+        self.receiver.reset(sum(item.n for item in items))
         self.log.reports.clear()
+        before = memory.counters()
         started = time.perf_counter()
-        for item, k in sequences:
-            self._next_id += 1
-            drawn = SamplingParameters(
-                sampling.temperature, sampling.top_k, sampling.top_p, seed=self._next_id * 64 + k
-            )
-            message = Submit(self._next_id, "bench", item.prompt_ids, item.output_len, drawn, [])
-            self.assembly.engine.post(0, msgspec.structs.replace(message, prefix_cache=prefix_cache))
+        for item in items:
+            first = self._next_id + 1
+            self._next_id += item.n
+            ids = list(range(first, first + item.n))
+            for family in [[number] for number in ids] if separate else [ids]:
+                message = Submit(
+                    family[0],
+                    "bench",
+                    item.prompt_ids,
+                    item.output_len,
+                    msgspec.structs.replace(sampling, seed=family[0]),
+                    [],
+                    prefix_cache=prefix_cache,
+                    siblings=[Sibling(number, seed=number) for number in family[1:]],
+                )
+                self.assembly.engine.post(0, message)
         await self.receiver.all_ended.wait()
         seconds = time.perf_counter() - started
         if self.receiver.failure:
             raise RuntimeError(self.receiver.failure)
+        after = memory.counters()
+        saved = after.saved_frame_turns - before.saved_frame_turns
+        mapped = after.mapped_frame_turns - before.mapped_frame_turns
+        self.saved_pct = 100 * saved / max(1, saved + mapped)
         return seconds
 
 
@@ -235,7 +258,8 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
     items = workload.load(args.workload, vocabulary, args.limit)
     sampling = SamplingParameters(args.temperature, args.top_k, args.top_p)
     await runner.run([workload.Item(item.prompt_ids, 16, 1) for item in items[:16]], sampling)
-    seconds = [await runner.run(items, sampling, prefix_cache=args.prefix_cache) for _ in range(args.repeat)]
+    how = {"prefix_cache": args.prefix_cache, "separate": args.separate}
+    seconds = [await runner.run(items, sampling, **how) for _ in range(args.repeat)]
     middle = statistics.median(seconds)
     output = sum(item.output_len * item.n for item in items)
     prompts = sum(len(item.prompt_ids) for item in items)
@@ -250,6 +274,8 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
         "output_tok_s": round(output / middle, 1),
         "total_tok_s": round((output + prompts) / middle, 1),
         "steps": len(runner.log.reports),
+        "separate": args.separate,
+        "saved_pct": round(runner.saved_pct, 1),
         "prefix_cache": args.prefix_cache,
         "shared_prefixes": args.shared_prefixes,
         "preemptions": runner.assembly.engine.scheduler.preemptions,
@@ -365,6 +391,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--prefix-cache", action="store_true", help="share cached pages inside a run (throughput)")
+    parser.add_argument(
+        "--separate", action="store_true", help="choices of one prompt as requests of their own (throughput)"
+    )
     parser.add_argument("--shared-prefixes", choices=("auto", "off"), default="auto", help="as for pagewalk serve")
     parser.add_argument("--swap-memory-bytes", type=int)
     parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
