@@ -23,7 +23,7 @@ from cuda.adjust import Adjust, adjust_bytes
 from cuda.frames import FrameLayout, FramePool
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
-from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records
+from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from mm.addresses import PAGE_SIZE, Int64Array
 from mm.backing_store import BackingStore
@@ -426,7 +426,13 @@ def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequence
     widths = 4 * config.hidden + (3 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate
     angles = config.max_positions * config.head_dim * 4
     logits = sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize)
-    return tokens * widths * dtype.itemsize + logits + angles + adjust_bytes(sequences, config.vocabulary)
+    return (
+        tokens * widths * dtype.itemsize
+        + logits
+        + angles
+        + adjust_bytes(sequences, config.vocabulary)
+        + sample_bytes(sequences)
+    )
 
 
 def _frames_that_fit(layout: FrameLayout, utilization: float, buffers: int, useful: int) -> int:

@@ -24,6 +24,8 @@ extern "C" int parameters_{index}(int* sizes) {{ return emulator::parameter_size
 class EmulatedKernel:
     """Runs at launch, to the end; the stream means nothing. `seed` shuffles the order of the warps."""
 
+    clusters_at_once = 2
+
     def __init__(self, library: ctypes.CDLL, index: int, spec: KernelSpec) -> None:
         self._run = getattr(library, f"run_{index}")
         self._spec = spec
