@@ -58,6 +58,8 @@ def launch_of(
     state = DeviceState("cuda", max_rows=batch, max_pages=1, max_sequences=batch, max_tokens=batch, upload_words=1024)
     table = CudaRows(batch, vocabulary, "cuda", page_locked=True)
     generator = np.random.default_rng(1)
+    if parameters.needs_history or parameters.allowed_token_ids:
+        logits = logits.clone()  # adjusted in place; what follows wants them as they were
     needed = HISTORY if parameters.needs_history else 0
     histories = [generator.integers(0, vocabulary, needed).astype(np.int32) for _ in range(batch)]
     given = RowSettings(

@@ -13,6 +13,7 @@ from mm.addresses import Int32Array
 
 THREADS = 512
 BLOCKS = 64  # each has a table of the vocabulary
+MASK_PARTS = 7  # blocks beside each of them that share the masks
 LISTS_HEADER_WORDS = 8
 
 
@@ -62,11 +63,11 @@ class Adjust:
 
     def __call__(self, stream: int, logits: Tensor, padded_sequences: int) -> None:
         """Adjust the rows that sample and ask for it, in place: logits (padded_sequences, V) float32, row s of sequence
-        s. `masked` (max_sequences,) tells `Sample` about them.
+        s. `masked` (max_sequences,) tells `Sample` about them, which clears it.
         """
         state = self.state
         check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
         self._kernel.launch(
-            stream, min(BLOCKS, padded_sequences), logits, state.rows, state.samples, state.lengths,
+            stream, (min(BLOCKS, padded_sequences), 1 + MASK_PARTS), logits, state.rows, state.samples, state.lengths,
             state.settings, self._counts, self.masked, padded_sequences, self.vocabulary,
         )  # fmt: skip

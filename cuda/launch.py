@@ -54,6 +54,8 @@ class KernelSpec:
 class Kernel(Protocol):
     """Something that can be launched."""
 
+    clusters_at_once: int  # how many of them the device holds; of a kernel without: of no meaning
+
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
         """Enqueue on the raw `stream`. The caller keeps the memory of tensors and addresses alive."""
         ...
@@ -143,6 +145,7 @@ class DeviceKernel:
         self._launch = driver().cuLaunchKernelEx
         self._reserve_shared(spec)
         self._check_parameters()
+        self.clusters_at_once = self._count_clusters(spec.cluster) if spec.cluster > 1 else 0
 
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
         self._arguments.pack(arguments)
@@ -169,6 +172,13 @@ class DeviceKernel:
             code = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, spec.shared_bytes)
             check(code, what)
         check(driver().cuFuncSetAttribute(self._function, _PREFERRED_CARVEOUT, 100), what)
+
+    def _count_clusters(self, cluster: int) -> int:
+        count = ctypes.c_int()
+        self._configuration.grid_x = cluster  # the driver refuses a grid that is not made of clusters
+        code = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, self._configuration_pointer)
+        check(code, f"clusters of {self._name}")
+        return count.value
 
     def _check_parameters(self) -> None:
         """Compare the signature with what the compiled kernel takes (its parameters' number and sizes)."""

@@ -1,4 +1,5 @@
-"""Launchers of sample.cu: logits to tokens and log-probabilities, and the result of a step in page-locked memory.
+"""Launchers of scan.cu and sample.cu: logits to tokens and log-probabilities, and a step's result in page-locked
+memory.
 
 The kernel writes tokens, flags and records of log-probabilities straight into host memory, and the step's number after
 them, so the host learns that a step is done by reading one word: no event, no copy, nothing to wait for.
@@ -19,7 +20,7 @@ from cuda.tensors import check_tensor
 from mm.addresses import Int32Array, Int64Array
 
 THREADS = 256
-FIXED_BYTES = 33_872  # sampling.cuh: Shared
+FIXED_BYTES = 33_936  # sampling.cuh: Shared
 BLOCK_BYTES = 232_448  # shared memory of one block on Hopper, at most
 SHARED_BYTES = 115_712  # so that a multiprocessor holds two blocks
 LARGEST_TEAM = 8
@@ -30,6 +31,13 @@ MAX_VOCABULARY = 1 << 19
 RESULT_HEADER_WORDS = 16
 MAX_LIKELIEST = 32
 RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
+
+# scan.cu
+SCAN_BLOCKS = 4  # of a multiprocessor
+QUADS_AT_ONCE = 4 * THREADS
+MAX_PARTS = 19  # of a row: the candidates of more would be too many
+SCAN_WORDS = 4
+CANDIDATE_WORDS = 2 * LARGEST_TEAM * 384
 
 
 class LogProbWords(NamedTuple):
@@ -132,9 +140,16 @@ class _Teams:
             (kernel,) = loader.load("sample.cu", [spec])
             self._kernels.append((kernel, shape.blocks))
 
-    def launch(self, stream: int, rows: int, *arguments: Tensor | int) -> None:
+    def launch(self, stream: int, rows: int, *arguments: Tensor | int, in_turn: bool = False) -> None:
+        """A team a row; in_turn: no more teams than run at the same time."""
         kernel, blocks = self._kernels[rows > FEW_SEQUENCES]
-        kernel.launch(stream, rows * blocks, *arguments)
+        teams = min(rows, kernel.clusters_at_once) if in_turn and blocks > 1 else rows
+        kernel.launch(stream, teams * blocks, *arguments)
+
+
+def sample_bytes(sequences: int) -> int:
+    """Device memory of a Sample."""
+    return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + 3)
 
 
 class Sample:
@@ -144,9 +159,16 @@ class Sample:
         if results.capacity < state.max_sequences:
             raise ShapeMismatch(f"results of {results.capacity} sequences for steps of {state.max_sequences}")
         self.state, self.results, self.vocabulary = state, results, vocabulary
-        self._sample = _Teams(loader, "sample", "PPPPPPPPPPPPii", vocabulary)
+        self._sample = _Teams(loader, "sample", "PPPPPPPPPii", vocabulary)
+        (self._scan,) = loader.load("scan.cu", [KernelSpec("scan", "PPPPPPPi", THREADS, overlap=True)])
+        finish = KernelSpec("finish", "PPPPPPPPPPPPPPPii", THREADS, shared_bytes=FIXED_BYTES, overlap=True)
+        (self._finish,) = loader.load("sample.cu", [finish])
+        self._blocks = SCAN_BLOCKS * loader.multiprocessors
         device = state.upload.device
+        self._scans = torch.zeros(state.max_sequences, SCAN_WORDS, dtype=torch.int32, device=device)
+        self._candidates = torch.empty(state.max_sequences, CANDIDATE_WORDS, dtype=torch.int32, device=device)
         self._outcome = torch.zeros(2, results.capacity, dtype=torch.int32, device=device)
+        self._queue = torch.zeros(1 + state.max_sequences, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, stream: int, logits: Tensor, masked: Tensor, padded_sequences: int) -> None:
@@ -160,10 +182,20 @@ class Sample:
         check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
         if padded_sequences == 0:
             raise ShapeMismatch("a step has at least one sequence")
+        most = -(-self.vocabulary // (4 * QUADS_AT_ONCE))  # parts that are worth a block
+        parts = max(1, min(self._blocks // padded_sequences, most, MAX_PARTS))
+        self._scan.launch(
+            stream, (parts, padded_sequences), logits, state.rows, state.samples, state.settings, self._scans,
+            self._candidates, self._queue, self.vocabulary,
+        )  # fmt: skip
         self._sample.launch(
-            stream, padded_sequences, logits, state.rows, state.samples, state.lengths, state.settings, masked,
-            state.failed, state.last_tokens, state.upload, self._outcome, results.tensor, self._ticket,
-            self.vocabulary, results.capacity,
+            stream, padded_sequences, logits, state.rows, state.lengths, state.settings, self._queue, masked,
+            state.upload, self._outcome, results.tensor, self.vocabulary, results.capacity, in_turn=True,
+        )  # fmt: skip
+        self._finish.launch(
+            stream, padded_sequences, logits, state.rows, state.samples, state.lengths, state.settings, self._scans,
+            self._candidates, self._queue, masked, state.failed, state.last_tokens, state.upload, self._outcome,
+            results.tensor, self._ticket, self.vocabulary, results.capacity,
         )  # fmt: skip
 
 

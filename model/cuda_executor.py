@@ -23,7 +23,7 @@ from cuda.adjust import Adjust, adjust_bytes
 from cuda.frames import FrameLayout, FramePool
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
-from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records
+from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from cuda.shared_prefix import part_floats
 from mm.addresses import PAGE_SIZE, Int64Array
@@ -467,7 +467,7 @@ def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequence
     angles = config.max_positions * config.head_dim * 4
     parts = part_floats(config.heads, config.head_dim) * 4
     logits = sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize)
-    tables = adjust_bytes(sequences, config.vocabulary)
+    tables = adjust_bytes(sequences, config.vocabulary) + sample_bytes(sequences)
     return tokens * widths * dtype.itemsize + logits + angles + parts + tables
 
 

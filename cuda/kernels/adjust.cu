@@ -1,7 +1,10 @@
 // adjust: penalties, biases and bans on logits, in place, before sample: step A of model/sampler.py.
 //
-// A fixed number of blocks, each with rows of the step in turn; a block that finds no row that asks ends at once. How
-// often a row has each token is counted anew in each step from its history, in a table of the block's own [V] that is
+// grid (blocks, parts): blocks (., 0) do all but the masks, each for rows of the step in turn; the others share the
+// masks, a part of the vocabulary each. Who finds no row that asks ends at once. No two touch the same logit: under a
+// mask there is nothing to penalize, bias or bar.
+//
+// How often a row has each token is counted anew in each step from its history, in a table of the block's own [V] that is
 // zero before and after: whoever takes a token's count out first, applies it. So no row needs a table of the vocabulary,
 // and nothing depends on an order.
 //
@@ -13,21 +16,25 @@
 //       bad words: where each begins among the tokens, one entry more; the tokens
 //       mask: ceil(V / 32) words, bit id % 32 of word id / 32 set where a token may come
 //   counts [blocks, V]: zero before and after
-//   masked [S]: of rows that ask: how many logits are minus infinity now and were finite; -1: one was not finite
+//   masked [S]: zero before. Of rows that ask: how many logits are minus infinity now and were finite; the highest bit is
+//     set if one was not finite
 #include "settings.cuh"
 
 constexpr int BLOCK = 512;
-constexpr u32 IN_PROMPT = 0x80000000u;
+constexpr u32 IN_PROMPT = 0x80000000u, IS_BAD = 0x80000000u;
 
 __device__ __forceinline__ float held(float x) { return fminf(fmaxf(x, -LARGEST_FLOAT), LARGEST_FLOAT); }
 
 struct Adjusted {  // by one thread
   float* logits;
+  const u32* mask;                   // or null: all tokens may come
   int masked = 0;
   bool is_bad = false;
 
+  __device__ __forceinline__ bool is_masked(int id) const { return mask && !(mask[id >> 5] >> (id & 31) & 1); }
   // Change a logit; one that is not finite stays
   template <class Change> __device__ __forceinline__ void change(int id, const Change& change) {
+    if (is_masked(id)) return;
     const float x = logits[id];
     if (is_finite(x)) logits[id] = held(change(x));
     else is_bad = true;
@@ -37,7 +44,7 @@ struct Adjusted {  // by one thread
     else is_bad |= before != NEGATIVE_INFINITY;  // one that was so from the start: sample sees one too many
   }
   __device__ __forceinline__ void ban(int id) {  // others may ban it too
-    note(__uint_as_float(atomicExch((u32*)logits + id, __float_as_uint(NEGATIVE_INFINITY))));
+    if (!is_masked(id)) note(__uint_as_float(atomicExch((u32*)logits + id, __float_as_uint(NEGATIVE_INFINITY))));
   }
 };
 
@@ -64,7 +71,28 @@ __device__ __forceinline__ void penalize(Adjusted& row, const Settings& own, u32
   }
 }
 
-__device__ __forceinline__ void apply_lists(Adjusted& row, const Settings& own, int length, int V) {
+// One of `parts` parts of a row's mask
+__device__ __forceinline__ void apply_mask(Adjusted& row, int part, int parts, int V) {
+  constexpr int AT_ONCE = 8;
+  const int share = (V + parts - 1) / parts, end = min((part + 1) * share, V);
+  for (int base = part * share + threadIdx.x; base < end; base += AT_ONCE * BLOCK) {
+    bool bans[AT_ONCE];
+    float before[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) bans[i] = base + i * BLOCK < end && row.is_masked(base + i * BLOCK);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (bans[i]) before[i] = row.logits[base + i * BLOCK];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (!bans[i]) continue;
+      row.note(before[i]);
+      row.logits[base + i * BLOCK] = NEGATIVE_INFINITY;
+    }
+  }
+}
+
+__device__ __forceinline__ void apply_lists(Adjusted& row, const Settings& own, int length) {
   const int* const lists = own.lists;
   const int biases = lists[0], barred = lists[1], words = lists[2];
   for (int i = threadIdx.x; i < biases; i += BLOCK) {
@@ -72,16 +100,6 @@ __device__ __forceinline__ void apply_lists(Adjusted& row, const Settings& own, 
     row.change(bias[0], [&](float x) { return x + __int_as_float(bias[biases]); });
   }
   __syncthreads();
-  if (lists[3]) {
-    const u32* const mask = (const u32*)lists + lists[7];
-#pragma unroll 4
-    for (int id = threadIdx.x; id < V; id += BLOCK) {
-      if (mask[id >> 5] >> (id & 31) & 1) continue;
-      row.note(row.logits[id]);
-      row.logits[id] = NEGATIVE_INFINITY;
-    }
-    __syncthreads();
-  }
   if (length - own.prompt < own.min_tokens)
     for (int i = threadIdx.x; i < barred; i += BLOCK) row.ban(lists[lists[5] + i]);
   for (int i = threadIdx.x; i < words; i += BLOCK) {
@@ -107,16 +125,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
     for (u32 asking = __ballot_sync(ALL_LANES, asks); asking; asking &= asking - 1) {
       const int s = base + (__ffs(asking) - 1) * gridDim.x;
       const Settings& own = settings[rows[s]];
-      Adjusted row = {logits + (i64)s * V};
+      Adjusted row = {logits + (i64)s * V, own.lists && own.lists[3] ? (const u32*)own.lists + own.lists[7] : nullptr};
       if (threadIdx.x == 0) masked_of_block = 0;
-      if (own.repetition != 1.f || own.presence != 0.f || own.frequency != 0.f)
-        penalize(row, own, counts + (i64)blockIdx.x * V, lengths[s], V);
       __syncthreads();
-      if (own.lists) apply_lists(row, own, lengths[s], V);
+      if (blockIdx.y) {
+        if (!row.mask) continue;
+        apply_mask(row, blockIdx.y - 1, gridDim.y - 1, V);
+      } else {
+        if (own.repetition != 1.f || own.presence != 0.f || own.frequency != 0.f)
+          penalize(row, own, counts + (i64)blockIdx.x * V, lengths[s], V);
+        __syncthreads();
+        if (own.lists) apply_lists(row, own, lengths[s]);
+      }
       if (row.masked) atomicAdd(&masked_of_block, (u32)row.masked);
       const bool is_bad = __syncthreads_or(row.is_bad);
-      if (threadIdx.x == 0) masked[s] = is_bad ? -1 : (int)masked_of_block;
-      __syncthreads();
+      if (threadIdx.x == 0 && masked_of_block) atomicAdd((u32*)masked + s, masked_of_block);
+      if (threadIdx.x == 0 && is_bad) atomicOr((u32*)masked + s, IS_BAD);
     }
   }
 }

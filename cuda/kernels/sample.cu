@@ -1,24 +1,26 @@
 // sample: from adjusted logits to tokens and log-probabilities, by the definition of model/sampler.py, whatever else is
 // in the batch.
 //
-// sample<RESIDENT>, grid S teams: a team of blocks (a cluster) a sequence; sampling.cuh says how it works. By what the
-// row asks, the passes over its logits are:
-//     greedy                1: the largest
-//     temperature           2, and the span of one warp: the largest; the masses
-//     top-k up to MANY      2: the largest; the candidates. Then the first block alone, with whatever else is asked
-//     min-p                 2: the largest; the candidates
-//     top-p without top-k   3: the largest; the masses; the candidates
-//     otherwise, and where the candidates are too many: some 6 to 12, by all blocks
-// RESIDENT: passes read shared memory. Rows that do not sample are not read.
+// Rows of two kinds:
+//   those of which few tokens matter: greedy, top-k up to MANY, or min-p without top-p; no log-probabilities. scan.cu has
+//     found the largest and the candidates, and one block of finish does the rest.
+//   all others, and those with too many candidates: a team of blocks (a cluster); sampling.cuh says how it works. Its
+//     passes over the logits, which read shared memory if RESIDENT:
+//         temperature           2, and the span of one warp: the largest; the masses
+//         top-p without top-k   3: the largest; the masses; the candidates
+//         otherwise             some 6 to 12
 //
-// log_probs<RESIDENT>, grid N teams: the same of given tokens, of logits as they are.
+// sample<RESIDENT>, grid teams: rows that need a team, in turn; most often there is none.
+// finish, grid S: the rows that need none, and what a step's end takes of all.
+// log_probs<RESIDENT>, grid N teams: log-probabilities of given tokens, of logits as they are.
 //
 //   logits [S, V] float32, V <= 2^19; rows, samples, lengths [S] and settings [R] as scatter.cu writes them
+//   scans, candidates, queue: what scan.cu leaves. finish clears scans, and the count of queue
 //   header: the upload. Word 7: how many of the likeliest are reported for each sequence that asks
-//   masked [S]: how many logits adjust.cu made minus infinity, -1 if one was not finite; only where the row is adjusted
+//   masked [S]: how many logits adjust.cu made minus infinity, negative if one was not finite; cleared
 //   failed [R]: set by kv_append; reported for every sequence of the step, and cleared
 //   last_tokens [R]: the new token. Its place in the row's history, if there is one, gets it too
-//   outcome [2, capacity] int32: tokens and flags, until the last team brings them to the host
+//   outcome [2, capacity] int32: tokens and flags, until the last block brings them to the host
 //   results: page-locked host memory, slots of 16 + (2 + RECORD) * capacity words: the step number at word 0, written
 //     last of all; tokens at word 16 (-1 where the sequence does not sample), failed at word 16 + capacity, and at word
 //     16 + (2 + i) * capacity ... the records of the sequences that ask for log-probabilities
@@ -26,8 +28,17 @@
 //   ticket: one u32, 0 before and after
 #include "sampling.cuh"
 
-constexpr float GREEDY_BELOW = 1e-5f;
-constexpr int RECORD = 2 + 2 * MAX_LOG_PROBS;
+constexpr int MAX_LOG_PROBS = 32, RECORD = 2 + 2 * MAX_LOG_PROBS;
+
+// Whether a logit was not finite, or nothing is left
+__device__ __forceinline__ bool is_bad_row(const Quads& quads, u64 best, u64 infinite, int masked) {
+  return !best || masked < 0 || infinite != (u64)(4 * quads.all() - quads.V + masked);
+}
+
+__device__ __forceinline__ int id_of_best(u64 best, int V) {
+  const int id = id_of(best);
+  return id < 0 || id >= V ? 0 : id;  // nothing was finite
+}
 
 // What all blocks of a team know of a row after one pass
 struct Seen {
@@ -98,15 +109,8 @@ __device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, i
     infinite = team.block_sum(count);
   }
   const u64 best_of_block = team.block_max(own);
-  cluster_wait();  // all blocks have begun
   u64 found = 0;
-  if (k > 0) {
-    const u64 least_of_block = ~team.block_max(own ? ~own : 0);
-    const Rule any(team.shared.edges, 0.f, 1.f);
-    Window window = {least_of_block, best_of_block, (u64)k};
-    const bool enough = narrow(team, Maxima{own}, {any, BY_LOGIT, true}, window);
-    found = collect(team, slice, enough ? logit_of(window.low) : -LARGEST_FLOAT, 0);
-  }
+  if (k > 0) found = collect(team, slice, floor_of_largest(best, k, team.shared.extremes), 0);
   const u64 (*const all)[2] = team.exchange(best_of_block, found | infinite << 32);
   Seen seen = {0, false, true, List::part(team, all)};
   u64 infinities = 0;
@@ -115,7 +119,7 @@ __device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, i
     infinities += all[i][1] >> 32;
     seen.fits &= (u32)all[i][1] <= LIST;
   }
-  seen.is_bad = !seen.best || infinities != (u64)(4 * slice.all_quads() - slice.V + masked) || masked < 0;
+  seen.is_bad = is_bad_row(slice, seen.best, infinities, masked);
   return seen;
 }
 
@@ -218,12 +222,11 @@ log_probs(const float* logits, const int* targets, int* records, int count, int 
   DYNAMIC_SHARED(memory);
   Team team(*(Shared*)memory);
   allow_next_kernel();
-  cluster_arrive();
   Slice<RESIDENT>::prepare(team);
   wait_for_previous_kernel();
   const int n = blockIdx.x / team.size;
   Slice<RESIDENT> slice(team, logits + (i64)n * V, V);
-  slice.load(team);
+  slice.load(team, 0);
   const Seen seen = look(team, slice, count, 0);
   int* const record = records + (i64)n * RECORD;
   if (seen.is_bad) {
@@ -319,7 +322,8 @@ __device__ __forceinline__ u64 wanted_of(double share, u64 total) {
 // no top_k; else unused. -1 in the blocks that do not know the token.
 template <class Items>
 __device__ __forceinline__ int draw(
-    Team& team, const Items& items, const Rule& rule, const Settings& row, u64 best, bool has_k, u64 total, u64 random) {
+    Team& team, const Items& items, const Rule& rule, const Settings& row, u64 best, bool has_k, u64 total,
+    u64 random) {
   Edges& edges = team.shared.edges;
   const u64 lowest = items.lowest_key(team);
   if (has_k) edges.logit = select(team, items, {rule, BY_LOGIT, true}, {lowest, best, (u64)row.top_k});
@@ -353,7 +357,7 @@ template <bool RESIDENT>
 __device__ __forceinline__ int choose(
     Team& team, Slice<RESIDENT>& slice, const Settings& row, const Seen& seen, u64 random) {
   const Rule rule(team.shared.edges, seen.largest(), row.temperature);
-  const bool has_k = row.top_k > 0 && row.top_k < slice.V, has_p = row.top_p < 1.;
+  const bool has_k = has_top_k(row, slice.V), has_p = row.top_p < 1.;
   if (has_k && row.top_k <= MANY && seen.fits) {
     if (team.rank) return -1;
     return draw(team, List(team, seen.listed), rule, row, seen.best, true, 0, random);
@@ -384,80 +388,131 @@ __device__ __forceinline__ int choose(
   return draw(team, slice, rule, row, seen.best, has_k, total, random);
 }
 
+// A token out of the candidates of scan, by one block
+__device__ __forceinline__ int choose(
+    Team& team, const Settings& row, u64 best, const u64* candidates, int count, bool has_k, u64 random) {
+  constexpr int OF_THREAD = CANDIDATES / BLOCK;
+  u64 keys[OF_THREAD], most = 0;
+#pragma unroll
+  for (int i = 0; i < OF_THREAD; ++i) {
+    const int place = i * BLOCK + threadIdx.x;
+    keys[i] = place < count ? candidates[place] : 0;
+    most = max(most, keys[i]);
+  }
+  int& kept = team.shared.list_count;
+  if (threadIdx.x == 0) kept = 0;
+  __syncthreads();
+  // The floors of the parts are lower than one under all
+  const float own = most ? logit_of(most) : NEGATIVE_INFINITY;
+  const float floor = has_k ? floor_of_largest(own, row.top_k, team.shared.extremes) : -LARGEST_FLOAT;
+#pragma unroll
+  for (int i = 0; i < OF_THREAD; ++i)
+    if (keys[i] && logit_of(keys[i]) >= floor) team.shared.list[atomicAdd((u32*)&kept, 1u)] = keys[i];
+  __syncthreads();
+  const Rule rule(team.shared.edges, logit_of(best), row.temperature);
+  return draw(team, List(team.shared.list, kept), rule, row, best, has_k, 0, random);
+}
+
 template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2) sample(
-    const float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
-    const int* masked, int* failed, int* last_tokens, const int* header, int* outcome, int* results, u32* ticket, int V,
-    int capacity) {
+    const float* logits, const int* rows, const int* lengths, const Settings* settings, const Queue* queue,
+    const int* masked, const int* header, int* outcome, int* results, int V, int capacity) {
   DYNAMIC_SHARED(memory);
   Team team(*(Shared*)memory);
   allow_next_kernel();
-  cluster_arrive();
   Slice<RESIDENT>::prepare(team);
   wait_for_previous_kernel();
-  const int s = blockIdx.x / team.size, row = rows[s];
-  const bool has_row = row >= 0, is_sampling = has_row && samples[s];
-  if (!is_sampling && team.rank) return;
-  int* const result = results + (i64)header[6] * (16 + (2 + RECORD) * capacity);
-  int token = -1;
-  bool is_bad = false;
-  if (is_sampling) {
-    const Settings& own = settings[row];
+  const int count = (int)queue->count;
+  int turn = 0;
+#pragma unroll 1
+  for (int i = blockIdx.x / team.size; i < count; i += gridDim.x / team.size, ++turn) {
+    const int s = queue->sequences[i];
+    const Settings& own = settings[rows[s]];
     Slice<RESIDENT> slice(team, logits + (i64)s * V, V);
-    slice.load(team);
+    slice.load(team, turn);
     const bool is_greedy = own.temperature < GREEDY_BELOW;
-    const int likeliest = own.log_probs < 0 ? -1 : min(header[7], V), top_k = is_greedy || own.top_k > MANY || own.top_k >= V ? 0 : own.top_k;
+    const int likeliest = own.log_probs < 0 ? -1 : min(header[7], V);
+    const int top_k = is_greedy || own.top_k > MANY || !has_top_k(own, V) ? 0 : own.top_k;
     const Seen seen = look(team, slice, max(top_k, likeliest), own.adjusts ? masked[s] : 0);
-    is_bad = seen.is_bad;
-    int* const record = result + 16 + 2 * capacity + s * RECORD;
-    if (likeliest >= 0 && !is_bad) write_likeliest(team, slice, seen, likeliest, record);
-    if (is_greedy || is_bad) {
-      token = id_of(seen.best);
-      if (token < 0 || token >= V) token = 0;  // nothing was finite
-      if (team.rank && (likeliest < 0 || is_bad)) return;
-    } else {
-      token = choose(team, slice, own, seen, random_word(own.seed, (u32)lengths[s]));
-      if (token < 0 && likeliest < 0) return;
+    int* const record = results + (i64)header[6] * (16 + (2 + RECORD) * capacity) + 16 + 2 * capacity + s * RECORD;
+    const bool wants_record = likeliest >= 0 && !seen.is_bad;
+    if (wants_record) write_likeliest(team, slice, seen, likeliest, record);
+    int token = -1;                  // known to one block of the team
+    if (!is_greedy && !seen.is_bad) token = choose(team, slice, own, seen, random_word(own.seed, (u32)lengths[s]));
+    else if (team.rank == 0) token = id_of_best(seen.best, V);
+    if (wants_record) {
+      const u64 (*const known)[2] = team.exchange((u64)(token + 1), 0);
+      for (int j = 0; j < team.size; ++j) token = max(token, (int)known[j][0] - 1);
+      write_chosen(team, slice, token, record);
+    } else if (likeliest >= 0) {
+      write_meaningless(team, record);
     }
-    if (likeliest >= 0) {
-      if (is_bad) {
-        write_meaningless(team, record);
+    if (token >= 0 && threadIdx.x == 0) {  // if several know it, all write the same
+      outcome[s] = token;
+      outcome[capacity + s] = seen.is_bad;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(BLOCK, 2) finish(
+    const float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
+    Scan* scans, const u64* candidates, Queue* queue, int* masked, int* failed, int* last_tokens, const int* header,
+    int* outcome, int* results, u32* ticket, int V, int capacity) {
+  DYNAMIC_SHARED(memory);
+  Team team(*(Shared*)memory);
+  if (threadIdx.x == 0) team.shared.edges = {0, 0, 0, 0.f};
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int s = blockIdx.x, row = rows[s], is_sampling = samples[s], length = lengths[s], banned = masked[s];
+  const int slot = header[6], step = header[0];
+  const Scan scan = scans[s];
+  int token = -1, has_failed = 0;
+  if (row >= 0) {
+    has_failed = failed[row];
+    const Settings& own = settings[row];
+    int* const history = own.history;
+    if (is_sampling) {
+      if (wanted_of_scan(own, V) < 0 || scan.found > CANDIDATES) {
+        token = outcome[s];
+        has_failed |= outcome[capacity + s];
       } else {
-        const u64 (*const known)[2] = team.exchange((u64)(token + 1), 0);
-        for (int i = 0; i < team.size; ++i) token = max(token, (int)known[i][0] - 1);
-        write_chosen(team, slice, token, record);
-        if (team.rank) return;
+        const bool is_bad =
+            is_bad_row(Quads(logits + (i64)s * V, V, 0, 1), scan.best, scan.infinite, own.adjusts ? banned : 0);
+        token = is_bad || own.temperature < GREEDY_BELOW
+                    ? id_of_best(scan.best, V)
+                    : choose(team, own, scan.best, candidates + (i64)s * CANDIDATES, (int)scan.found, has_top_k(own, V),
+                             random_word(own.seed, (u32)length));
+        has_failed |= is_bad;
       }
-      __threadfence_system();  // before the step's number
-      __syncthreads();
     }
     if (threadIdx.x == 0) {
-      last_tokens[row] = token;
-      if (own.history) own.history[lengths[s]] = token;
+      outcome[s] = token;
+      outcome[capacity + s] = has_failed;
+      failed[row] = 0;
+      if (is_sampling) {
+        last_tokens[row] = token;
+        if (history) history[length] = token;
+        scans[s] = {0, 0, 0};
+        masked[s] = 0;
+      }
     }
   }
-  if (has_row && threadIdx.x == 0) {
-    outcome[s] = token;
-    outcome[capacity + s] = is_bad | failed[row];
-    failed[row] = 0;
-  }
-  // The last team brings all to the host, in whole lines, and the step's number after them
-  const int sequences = gridDim.x / team.size;
+  // Who is last brings all to the host, in whole lines, and the step's number after them
   if (threadIdx.x == 0) {
     __threadfence();
-    team.shared.is_last = atomicAdd(ticket, 1u) == sequences - 1;
+    team.shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
   }
   __syncthreads();
   if (!team.shared.is_last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < sequences; i += BLOCK) {
+  int* const result = results + (i64)slot * (16 + (2 + RECORD) * capacity);
+  for (int i = threadIdx.x; i < gridDim.x; i += BLOCK) {
     result[16 + i] = __ldcg(outcome + i);
     result[16 + capacity + i] = __ldcg(outcome + capacity + i);
   }
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
-    *ticket = 0;
-    __threadfence_system();
-    *(volatile int*)result = header[0];
+    *(volatile int*)result = step;
+    *ticket = queue->count = 0;
   }
 }

@@ -1,4 +1,4 @@
-// sampling.cuh: how sample.cu looks at a row of logits, by the definition of model/sampler.py.
+// sampling.cuh: how sample.cu and scan.cu look at a row of logits, by the definition of model/sampler.py.
 //
 // A row is worked on by a TEAM: the blocks of a cluster, each with a slice of the row that it brings into its shared
 // memory once (Hopper), or one block that reads global memory. A block's warps own contiguous spans of its slice.
@@ -9,21 +9,21 @@
 //     top-p     the same                            mass
 //     typical   (distance from the mean, lowest id)  mass
 //     the draw  lowest id first                     mass
-// It looks at BINS ranges of keys at a time, by histogram, until the range that holds the edge has FEW tokens. So
-// nothing is sorted and nothing depends on an order of additions.
+// It looks at BINS ranges of keys at a time, by histogram, until the range that holds the edge has FEW tokens; a list
+// that is short begins there. So nothing is sorted and nothing depends on an order of additions.
 //
 // A pass over all logits costs what reading them costs, and exp five times that. So a block first collects CANDIDATES,
 // the tokens above a floor under which nothing can be kept, and if they fit into LIST places, the team's first block
-// does the rest alone. The floor of a top-k: the k-th largest of the threads' own maxima is reached by k tokens. That of
+// does the rest alone. The floor of a top-k: what k of the threads reach with the largest logit of each. That of
 // a top-p: tokens lighter than (1 - p) total / V are less than 1 - p of it together. min-p is a floor by itself.
 #include "settings.cuh"
 
 constexpr int BLOCK = 256, WARPS = BLOCK / 32, MAX_TEAM = 8;
-constexpr int BINS = 1024, BINS_OF_THREAD = BINS / BLOCK;
+constexpr int BINS = 1024;
 constexpr int LIST = 384;            // candidates of one block
 constexpr int MANY = 128;            // a top-k beyond could overflow the list: it looks at the slices
-constexpr int FEW = 32;
-constexpr int MAX_LOG_PROBS = 32;
+constexpr int FEW = 32;              // a team's edge is among so many; a block's alone among BLOCK
+constexpr float GREEDY_BELOW = 1e-5f;
 
 // ---- keys, masses --------------------------------------------------------------------------------------------------
 __device__ __forceinline__ u32 key_of(float x) {  // larger floats have larger keys; -0 and 0 have one
@@ -49,6 +49,27 @@ __device__ __forceinline__ u64 joined(u32 high, u32 low) { return ((u64)high << 
 
 enum Order { BY_LOGIT, BY_DISTANCE, BY_ID };
 
+// ---- what scan.cu leaves to sample.cu ------------------------------------------------------------------------------
+constexpr int CANDIDATES = MAX_TEAM * LIST;
+
+struct alignas(16) Scan {            // of a row, by all its parts
+  u64 best;                          // key of the largest logit
+  u32 infinite, found;               // logits that are not finite; candidates, also if they are too many
+};
+struct Queue { u32 count; int sequences[1]; };
+__device__ __forceinline__ void leave_to_team(Queue* queue, int s) { queue->sequences[atomicAdd(&queue->count, 1u)] = s; }
+
+__device__ __forceinline__ bool has_top_k(const Settings& own, int V) { return own.top_k > 0 && own.top_k < V; }
+
+// How many of a row's largest scan puts a floor under; 0: it wants the largest alone; -1: it leaves the row to a team
+__device__ __forceinline__ int wanted_of_scan(const Settings& own, int V) {
+  if (own.log_probs >= 0) return -1;
+  if (own.temperature < GREEDY_BELOW) return 0;
+  if (has_top_k(own, V)) return own.top_k <= MANY ? own.top_k : -1;
+  return own.least_mass && own.top_p >= 1. ? 1 : -1;
+}
+
+// ---- a draw --------------------------------------------------------------------------------------------------------
 // What has been decided of a row so far, in shared memory: registers are few. All threads write the same.
 struct Edges {
   u64 logit, typical, least;  // keys by logit and by distance from the mean, and masses, that are kept at least
@@ -93,9 +114,12 @@ struct Rule {
     return own ? (u64)__fmul_rn((float)own, distance(x)) : 0;
   }
   // A logit that every token of `mass` or more reaches; with room for all rounding
-  __device__ __forceinline__ float floor_of(u64 mass) const {
-    const float furthest = last / 32.f * (27.7259f - logf((float)mass) + 1e-3f);
-    return fmaxf(largest - furthest - 1e-6f * (fabsf(largest) + furthest), -LARGEST_FLOAT);
+  __device__ __forceinline__ float floor_of(u64 mass) const { return floor_under(largest, reach_of(mass, last / 32.f)); }
+  static __device__ __forceinline__ float reach_of(u64 mass, float temperature) {
+    return temperature * (27.7259f - logf((float)mass) + 1e-3f);
+  }
+  static __device__ __forceinline__ float floor_under(float largest, float reach) {
+    return fmaxf(largest - reach - 1e-6f * (fabsf(largest) + reach), -LARGEST_FLOAT);
   }
 };
 
@@ -119,10 +143,14 @@ struct Item { u64 key, weight; };
 
 struct alignas(16) Shared {  // of each block; no __shared__ variable beside it: blocks of a team reach into it
   u64 list[MAX_TEAM * LIST];         // candidates as logit_key; those of the whole team, in its first block
-  u32 low[BINS], high[BINS];         // 64-bit sums in two words
+  union {
+    struct { u32 low[BINS], high[BINS]; };  // 64-bit sums in two words
+    Item items[BLOCK];
+  };
   Item few[FEW];
   u64 inbox[2][MAX_TEAM][2];
   u64 partial[2][WARPS];
+  float2 extremes[WARPS];
   u64 spans[WARPS];                  // a sum of each warp's span
   u64 loaded[WARPS];                 // mbarriers
   Edges edges;
@@ -130,7 +158,7 @@ struct alignas(16) Shared {  // of each block; no __shared__ variable beside it:
   double norm;
   int found_bin, few_count, list_count, place, is_last;
 };
-static_assert(sizeof(Shared) == 33872);
+static_assert(sizeof(Shared) == 33936);
 
 __device__ __forceinline__ u64 warp_max_u64(u64 x) {
 #pragma unroll
@@ -149,6 +177,30 @@ __device__ __forceinline__ u64 warp_running_sum(u64 x, int lane) {  // inclusive
     if (lane >= offset) x += other;
   }
   return x;
+}
+
+// A floor that k threads of a block, and hardly more, reach with the logit each has; or all do. scratch: one a warp.
+__device__ __forceinline__ float floor_of_largest(float x, int k, float2* scratch) {
+  const float2 own = {-warp_max(-x), warp_max(x)};
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = own;
+  __syncthreads();
+  float low_of_block = scratch[0].x, high_of_block = scratch[0].y;
+#pragma unroll
+  for (int i = 1; i < WARPS; ++i) {
+    low_of_block = fminf(low_of_block, scratch[i].x);
+    high_of_block = fmaxf(high_of_block, scratch[i].y);
+  }
+  const u32 key = key_of(x);
+  u32 low = key_of(low_of_block), high = key_of(high_of_block);  // k reach low; fewer reach high + 1
+#pragma unroll 1
+  for (int step = 0; step < 20 && (step == 0 || low < high); ++step) {
+    const u32 middle = high - (high - low) / 2;
+    const int reach = __syncthreads_count(key >= middle);
+    if (reach < k) high = middle - 1;
+    else low = middle;
+    if (reach >= k && reach <= k + k / 8) break;
+  }
+  return fmaxf(logit_of((u64)low << 32), -LARGEST_FLOAT);
 }
 
 // All functions are called by all threads of the blocks that they are about.
@@ -204,26 +256,19 @@ struct Team {
 };
 
 // ---- what select looks at ------------------------------------------------------------------------------------------
-// A block's quads (4 logits, aligned in memory) of a row. Places of the first and last quad that are not the row's hold
+// A part of a row in quads (4 logits, aligned in memory). Places of the first and last quad that are not the row's hold
 // minus infinity, which nobody keeps.
-template <bool RESIDENT> struct Slice {
-  static constexpr bool ALONE = false;
+struct Quads {
   const float* row;
-  int V, lead;                       // lead: places of quad 0 before the row begins
-  int first, begin, end, lane;       // first quad of the block; of the block's, those of this warp
-  float4* quads;                     // of the block, in shared memory
-  float floor = -LARGEST_FLOAT;
+  int V, lead, first, count;         // lead: places of the row's quad 0 before it begins. first: quad of the row
 
-  __device__ __forceinline__ Slice(const Team& team, const float* row, int V) : row(row), V(V), lane(team.lane) {
+  __device__ __forceinline__ Quads(const float* row, int V, int part, int parts) : row(row), V(V) {
     lead = (int)((u64)row >> 2 & 3);
-    const int all = all_quads(), share = (all + team.size - 1) / team.size;
-    first = team.rank * share;
-    const int count = max(0, min(share, all - first)), span = (count + WARPS - 1) / WARPS;
-    begin = min(team.warp * span, count);
-    end = min(begin + span, count);
-    quads = (float4*)(&team.shared + 1);
+    const int share = (all() + parts - 1) / parts;
+    first = part * share;
+    count = max(0, min(share, all() - first));
   }
-  __device__ __forceinline__ int all_quads() const { return (V + lead + 3) >> 2; }
+  __device__ __forceinline__ int all() const { return (V + lead + 3) >> 2; }
   __device__ __forceinline__ int id_at(int quad) const { return 4 * (first + quad) - lead; }
   __device__ __forceinline__ float4 fetch(int quad) const {
     const int id = id_at(quad);
@@ -233,13 +278,28 @@ template <bool RESIDENT> struct Slice {
     for (int i = 0; i < 4; ++i) x[i] = id + i >= 0 && id + i < V ? row[id + i] : NEGATIVE_INFINITY;
     return make_float4(x[0], x[1], x[2], x[3]);
   }
+};
+
+// The part of a block of a team
+template <bool RESIDENT> struct Slice : Quads {
+  static constexpr bool ALONE = false;
+  int begin, end, lane;              // of the block's quads, those of this warp
+  float4* quads;                     // of the block, in shared memory
+  float floor = -LARGEST_FLOAT;
+
+  __device__ __forceinline__ Slice(const Team& team, const float* row, int V)
+      : Quads(row, V, team.rank, team.size), lane(team.lane) {
+    const int span = (count + WARPS - 1) / WARPS;
+    begin = min(team.warp * span, count);
+    end = min(begin + span, count);
+    quads = (float4*)(&team.shared + 1);
+  }
   __device__ __forceinline__ float4 quad(int quad) const {
     if constexpr (RESIDENT) return quads[quad];
     else return fetch(quad);
   }
-  // Bring the warp's span into shared memory; no edges yet. prepare() before wait_for_previous_kernel(), load() after it.
+  // prepare() once. load(): bring the warp's span into shared memory, for the `turn`th row; no edges yet.
   static __device__ __forceinline__ void prepare(const Team& team) {
-    if (threadIdx.x == 0) team.shared.edges = {0, 0, 0, 0.f};
 #ifdef HOPPER
     if constexpr (RESIDENT) {
       if (team.lane == 0) barrier_init(shared_address(&team.shared.loaded[team.warp]), 1);
@@ -247,7 +307,9 @@ template <bool RESIDENT> struct Slice {
     }
 #endif
   }
-  __device__ __forceinline__ void load(const Team& team) {
+  __device__ __forceinline__ void load(const Team& team, int turn) {
+    team.sync();  // all have begun, and are done with the row before
+    if (threadIdx.x == 0) team.shared.edges = {0, 0, 0, 0.f};
 #ifdef HOPPER
     if constexpr (RESIDENT) {
       const u32 barrier = shared_address(&team.shared.loaded[team.warp]);
@@ -261,7 +323,7 @@ template <bool RESIDENT> struct Slice {
       if (lane == 1 && is_first) quads[begin] = fetch(begin);
       if (lane == 2 && to < end) quads[to] = fetch(to);
       __syncwarp();
-      barrier_wait(barrier, 0);
+      barrier_wait(barrier, turn & 1);
     }
 #endif
   }
@@ -278,7 +340,8 @@ template <bool RESIDENT> struct Slice {
   __device__ __forceinline__ u64 lowest_key(Team&) const { return (u64)key_of(floor) << 32; }
 };
 
-// The team's candidates, in its first block. Warps share the parts of the blocks.
+// Candidates of a row in one block: all in a line, or those of a team in its first block, where warps share the parts of
+// the blocks.
 struct List {
   static constexpr bool ALONE = true;
   const u64* keys;
@@ -288,6 +351,8 @@ struct List {
   static __device__ __forceinline__ int part(const Team& team, const u64 (*counts)[2]) {
     return (int)counts[team.warp / (WARPS / team.size)][1];
   }
+  __device__ __forceinline__ List(const u64* keys, int count)
+      : keys(keys), count(count), start(threadIdx.x), stride(BLOCK) {}
   __device__ __forceinline__ List(const Team& team, int count) : count(count) {
     const int warps = WARPS / team.size;
     keys = team.shared.list + team.warp / warps * LIST;
@@ -303,15 +368,6 @@ struct List {
 #pragma unroll 1
     for (int i = start; i < count; i += stride) lowest = min(lowest, keys[i]);
     return ~team.block_max(~lowest);
-  }
-};
-
-// The largest logit of each thread
-struct Maxima {
-  static constexpr bool ALONE = true;
-  u64 key;  // 0: none
-  template <class Use> __device__ __forceinline__ void each(const Use& use) const {
-    if (key) use(logit_of(key), id_of(key));
   }
 };
 
@@ -349,7 +405,7 @@ __device__ __forceinline__ bool narrow(Team& team, const Items& items, const Mea
     if (high) atomicAdd(&shared.high[bin], high);
   });
   team.sync<Items::ALONE>();
-  static_assert(BINS_OF_THREAD == 4);
+  static_assert(BINS == 4 * BLOCK);
   u64 bins[4] = {0, 0, 0, 0};  // 4t ... 4t + 3
   for (int i = 0; i < (Items::ALONE ? 1 : team.size); ++i) {
     const uint4 low = ((const uint4*)(Items::ALONE ? shared.low : of_block(shared.low, i)))[threadIdx.x];
@@ -390,8 +446,17 @@ __device__ __forceinline__ bool narrow(Team& team, const Items& items, const Mea
 template <class Items>
 __device__ __forceinline__ u64 select(Team& team, const Items& items, const Measure& measure, Window window) {
   Shared& shared = team.shared;
+  constexpr int MOST = Items::ALONE ? BLOCK : FEW;
+  Item* const few = Items::ALONE ? shared.items : shared.few;
+  if constexpr (Items::ALONE) {  // few as they are, most often
+    __syncthreads();
+    if (threadIdx.x == 0) shared.few_count = 0;
+    __syncthreads();
+  } else if (!narrow(team, items, measure, window)) {
+    return 0;
+  }
 #pragma unroll 1
-  while (narrow(team, items, measure, window)) {
+  do {
     if (window.low == window.high) return window.low;
     items.each([&](float x, int id) {
       const u64 key = measure.key(x, id);
@@ -399,8 +464,9 @@ __device__ __forceinline__ u64 select(Team& team, const Items& items, const Meas
       const u64 weight = measure.weight(x, id);
       if (weight == 0) return;
       const int place = (int)atomicAdd((u32*)&shared.few_count, 1u);
-      if (place < FEW) shared.few[place] = {key, weight};
+      if (place < MOST) few[place] = {key, weight};
     });
+    if (threadIdx.x == 0) shared.found_edge = 0;
     __syncthreads();
     int all = shared.few_count, owner = 0, place = team.lane;  // this lane's item is owner's few[place]
     if constexpr (!Items::ALONE) {
@@ -412,19 +478,25 @@ __device__ __forceinline__ u64 select(Team& team, const Items& items, const Meas
         all += count;
       }
     }
-    if (all > FEW) continue;
-    if (team.warp == 0) {
-      Item item = {0, 0};
-      if (team.lane < all) item = *(Items::ALONE ? &shared.few[place] : of_block(&shared.few[place], owner));
-      u64 sum = 0;
+    if (all > MOST) continue;
+    Item item = {0, 0};
+    u64 sum = 0;
+    if constexpr (Items::ALONE) {
+      if (threadIdx.x < all) {
+        item = few[threadIdx.x];
+#pragma unroll 8
+        for (int i = 0; i < all; ++i) sum += few[i].key >= item.key ? few[i].weight : 0;
+      }
+    } else if (team.warp == 0) {
+      if (team.lane < all) item = *of_block(&few[place], owner);
       for (int i = 0; i < all; ++i) {
         const u64 key = __shfl_sync(ALL_LANES, item.key, i), weight = __shfl_sync(ALL_LANES, item.weight, i);
         if (key >= item.key) sum += weight;
       }
-      if (team.lane < all && sum >= window.wanted && sum - item.weight < window.wanted) shared.found_edge = item.key;
     }
+    if (item.weight && sum >= window.wanted && sum - item.weight < window.wanted) shared.found_edge = item.key;
     __syncthreads();
     return shared.found_edge;
-  }
+  } while (narrow(team, items, measure, window));
   return 0;
 }

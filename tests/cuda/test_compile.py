@@ -50,6 +50,8 @@ ROOT = Path(cuda.compile.__file__).parents[1]
 class NotLaunchable:
     """What a RecordingLoader hands out."""
 
+    clusters_at_once = 0
+
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
         raise AssertionError("nothing runs here")
 

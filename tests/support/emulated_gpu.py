@@ -34,6 +34,8 @@ class EmulatedKernel:
     Compiled when it is first launched: a launcher asks for kernels of all sizes, a test runs one.
     """
 
+    clusters_at_once = 2
+
     def __init__(self, library: Callable[[], ctypes.CDLL], spec: KernelSpec) -> None:
         self._library = library
         self._run: Any = None
