@@ -36,48 +36,30 @@ Rules, cited by number below:
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mm import (
-    Action,
-    Candidates,
     Lack,
     MemoryManager,
-    Namespace,
-    OverCommit,
     OverTenantLimit,
-    PrefixMatch,
-    Room,
     SwapOrders,
-    pages_for,
 )
 from mm.addresses import BoolArray, Int32Array, Int64Array
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
+from service.admission import LOOK_AHEAD, Admission, Chunks, room_beside, rows_and_counts
 from service.beams import Beams
 from service.committed import Committed
 from service.engine_client import Ended, EndReason, Submit
 from service.groups import Groups
 from service.request import Key, Sequence, State, choices_of
 from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
-from service.sequences import Sequences, row_of, space_of
+from service.sequences import Sequences, row_of
 from service.steady import Steady
-
-LOOK_AHEAD = 32
-"""Waiting Sequences that one step passes by, or counts as waiting: those in front may be waiting for pages that others
-compute."""
-
-LOOKED_AT = 1024
-"""Waiting Sequences that one step looks at: those in front may be relatives of one that computes."""
-
-MOST_ADMISSIONS = 128
-"""Sequences that one step admits, however small they are: each costs some 50 us of the host."""
-
-AWAIT_STEPS = 64
-"""Steps that a Sequence waits at most for pages that others compute; then it computes them itself."""
+from service.victims import Victims
 
 NOT_FINITE = "the model produced numbers that are not finite for this request"
 
@@ -104,16 +86,6 @@ class _Submitted:
     scored: Collection[ScoredChunk] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """How a Sequence would be admitted: by a fork of `relative`, or else with what is cached of its tokens."""
-
-    frames: int  # until all its tokens are computed
-    match: PrefixMatch | None = None
-    relative: Sequence | None = None
-    length: int = 0  # tokens that it has in common with `relative`
-
-
 class Scheduler:
     """Continuous batching over the rows of `memory`."""
 
@@ -133,8 +105,16 @@ class Scheduler:
         self._beams = Beams(self.sequences)
         self._deadlines: list[tuple[float, Key]] = []  # a heap, also of those who have ended before
         self._ended = Committed.nothing()  # what ended outside a commit, for `take_ended`
-        self._swaps_work = memory.swap.total > 0
-        self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
+        self._victims = Victims(memory, self.sequences)
+        self._admission = Admission(
+            memory,
+            self.sequences,
+            self._beams,
+            self._victims,
+            self._submitted,
+            max_running=settings.max_running,
+            prefix_caching=settings.prefix_caching,
+        )
 
     # --- what the engine calls
 
@@ -196,7 +176,7 @@ class Scheduler:
             self.memory.complete(ticket)
         else:
             self.memory.fail(ticket)
-            self._swaps_work = False
+            self._victims.swaps_work = False
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""
@@ -316,31 +296,11 @@ class Scheduler:
         return (
             steady.changes == all_.changes
             and steady.steps > 0
-            and not (all_.waiting and self._has_place)
+            and not (all_.waiting and self._admission.has_place)
             and not all_.swapped
             and len(steady.rows) <= self.memory.available_frames
             and (not self.memory.tenants.is_limited or self.memory.shortage(steady.rows, steady.ones) is None)
         )
-
-    @property
-    def _has_place(self) -> bool:
-        """Whether one more Sequence may run, as far as others have not reserved its place."""
-        return self._taken_places < self.settings.max_running and self.memory.tables.free_rows > 0
-
-    @property
-    def _taken_places(self) -> int:
-        return len(self.sequences.running) + len(self.sequences.swapped)
-
-    def _has_place_for(self, sequence: Sequence) -> bool:
-        """Whether this one may run: a search needs a place for each beam before the first one enters."""
-        reserved = self._beams.reserved_places
-        needed = 1
-        if sequence.group is not None:
-            needed, own = sequence.group.search.width, sequence.group.reserved_places
-            if own:
-                needed, reserved = 1, reserved - own
-        free = min(self.settings.max_running - self._taken_places, self.memory.tables.free_rows)
-        return needed <= free - reserved
 
     def _steady_plan(self, steady: Steady) -> StepPlan:
         """The plan of the step before, one token further."""
@@ -402,15 +362,15 @@ class Scheduler:
 
     # --- choosing
 
-    def _choose(self, now: float) -> tuple[Int32Array, list[tuple[Sequence, int]]]:
+    def _choose(self, now: float) -> tuple[Int32Array, Chunks]:
         """Who runs in the next step: rows that decode, and chunks (Sequence, tokens)."""
-        self._return_from_swap()
+        self._admission.return_from_swap()
         if self._beams.groups:
             self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
         decodes = self._choose_decodes()
         decodes, chunks = self._choose_prefills(decodes)
         budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
-        return decodes, self._that_fit(decodes, chunks + self._admit(decodes, budget, now))
+        return decodes, self._that_fit(decodes, chunks + self._admission.admit(decodes, budget, now))
 
     def _choose_decodes(self) -> Int32Array:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
@@ -420,7 +380,7 @@ class Scheduler:
             return rows
         while len(rows) and (lack := self.memory.room().lack_of_all(self._needs(rows))) is not None:
             oldest = self.sequences.oldest(lack.tenant)
-            if lack.frames > self.memory.arriving_of(lack.tenant) and self._preempt_for(oldest, lack):
+            if lack.frames > self.memory.arriving_of(lack.tenant) and self._victims.preempt_for(oldest, lack):
                 rows = rows[state.remaining[rows] > 0]
             else:
                 rows = self._hold_back(rows, lack)
@@ -435,94 +395,6 @@ class Scheduler:
         count = int(np.searchsorted(np.cumsum(needs[youngest]), lack.frames)) + 1
         return rows[~np.isin(rows, theirs[youngest[:count]])]
 
-    def _preempt_for(self, sequence: Sequence, lack: Lack) -> bool:
-        """Preempt a younger one to get what `sequence` lacks: whom, and by swap or recomputation, mm's score says."""
-        younger = self._who_may_go(sequence, self.sequences.running, lack)
-        if not younger:  # swapped ones still hold what they share among each other
-            swapped = self._who_may_go(sequence, self.sequences.swapped, lack)
-            if swapped:
-                self.sequences.recompute(swapped[-1])
-            return bool(swapped)
-        victim = self.memory.choose_victim(self._candidates(younger), lack.frames)
-        if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
-            for sequence in self._with_beams([younger[-1]]):
-                self.sequences.recompute(sequence)
-            return True
-        victims = self._with_beams([self._rows.at(row) for row in victim.rows.tolist()])
-        if victim.action is not Action.SWAP or not self._swaps_work or not self.sequences.swap_out(victims):
-            for sequence in victims:
-                self.sequences.recompute(sequence)
-        return True
-
-    def _who_may_go(self, sequence: Sequence, among: Mapping[Key, Sequence], lack: Lack) -> list[Sequence]:
-        """Who of `among` may be preempted for `sequence`, oldest first (rules 2, 7 and 8)."""
-        younger = self.sequences.younger_than(sequence, among)
-        tenants = self.memory.tenants
-        if not tenants.is_limited or not younger:
-            return younger
-        if lack.tenant is not None:
-            return [other for other in younger if tenants.id(other.tenant) == lack.tenant]
-        tiers = [tenants.tier(tenants.id(other.tenant)) for other in younger]
-        best = max(
-            (tier for other, tier in zip(younger, tiers, strict=True) if tier or other.tenant == sequence.tenant),
-            default=-1,
-        )
-        chosen = [other for other, tier in zip(younger, tiers, strict=True) if tier == best]
-        return chosen if best else [other for other in chosen if other.tenant == sequence.tenant]
-
-    def _with_beams(self, victims: list[Sequence]) -> list[Sequence]:
-        """And all that run of the searches whose beams are among them: none gets on without the others (rule 10)."""
-        groups = {id(victim.group): victim.group for victim in victims if victim.group is not None}
-        beams = [beam for group in groups.values() for beam in group.beams if beam.state is State.RUNNING]
-        return [victim for victim in victims if victim.group is None] + beams
-
-    def _candidates(self, sequences: list[Sequence]) -> Candidates:
-        """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
-        rows = np.array([row_of(sequence) for sequence in sequences], np.int32)
-        state = self._rows
-        done = (state.known[rows] - state.prompt[rows]) / np.maximum(state.limit[rows] - state.prompt[rows], 1)
-        preemptions = np.array([sequence.preemptions for sequence in sequences], np.int32)
-        return Candidates(rows, np.zeros(len(rows), np.int32), done.astype(np.float64), preemptions)
-
-    def _return_from_swap(self) -> None:
-        """Let those run whose pages are back; order pages back as there is room, oldest first, before any admission."""
-        all_ = self.sequences
-        self._held.clear()
-        has_room = True
-        for sequence in sorted(all_.swapped.values(), key=lambda other: int(self._rows.arrival[row_of(other)])):
-            if sequence.state is not State.SWAPPED:
-                continue  # it gave up what it held for an older one
-            if space_of(sequence).is_resident:
-                all_.return_from_swap(sequence)
-            elif has_room and sequence.tenant not in self._held:
-                lack = self._lack_of_return(sequence)
-                if lack is None:
-                    has_room = all_.bring_in(sequence)
-                    continue
-                if lack.tenant is None:
-                    has_room = False
-                else:
-                    self._held.add(sequence.tenant)
-                is_alone = not (all_.running if lack.tenant is None else all_.running_by_tenant[sequence.tenant])
-                if is_alone and lack.frames > self.memory.arriving_of(lack.tenant):
-                    self._preempt_for(sequence, lack)  # nobody's end would ever make room: younger ones in swap do
-
-    def _lack_of_return(self, sequence: Sequence) -> Lack | None:
-        """What is missing to bring a SWAPPED one in and leave a frame to each that runs (rule 4)."""
-        room, tenant = self.memory.room(), self.memory.tenants.id(sequence.tenant)
-        pages = int(self.memory.tables.barred[row_of(sequence)])
-        beside = self.sequences.running_by_tenant[sequence.tenant]
-        if room.is_limited and (over := pages + beside - room.left[tenant]) > 0:
-            return Lack(over, tenant)
-        return room.lack(tenant, pages + (self._headroom if self.sequences.running else 0))
-
-    @property
-    def _headroom(self) -> int:
-        """Frames that are left free for those that run when another one comes (rule 4)."""
-        if self._beams.groups and not self._submitted and not self._rows.remaining.any():
-            return 0  # beams that stand still for somebody who is to come back
-        return max(self.memory.reclaimer.watermarks.min, len(self.sequences.running))
-
     def _frames_of_decodes(self, rows: Int32Array) -> int:
         return self.memory.frames_needed(rows, np.ones(len(rows), np.int32)) if len(rows) else 0
 
@@ -530,22 +402,15 @@ class Scheduler:
         """The same by tenant."""
         return self.memory.needs(decodes, np.ones(len(decodes), np.int32))
 
-    def _room_beside(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> Room:
-        """What is left when these have what they need."""
-        room = self.memory.room()
-        if len(decodes) or chunks:
-            room.take_all(self.memory.needs(*_rows_and_counts(decodes, chunks)))
-        return room
-
-    def _choose_prefills(self, decodes: Int32Array) -> tuple[Int32Array, list[tuple[Sequence, int]]]:
+    def _choose_prefills(self, decodes: Int32Array) -> tuple[Int32Array, Chunks]:
         """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
         state = self._rows
         prefilling = np.flatnonzero(state.remaining > 1)
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: Chunks = []
         if not len(prefilling):
             return decodes, chunks
         budget = self.settings.max_batched_tokens - len(decodes)
-        room, tenants = self._room_beside(decodes, chunks), self.memory.tenants
+        room, tenants = room_beside(self.memory, decodes, chunks), self.memory.tenants
         passed_by: set[int] = set()
         for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
             tenant = tenants.id(sequence.tenant)
@@ -557,10 +422,10 @@ class Scheduler:
             count = min(int(state.remaining[row]), budget)
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
             while (lack := room.lack(tenant, frames)) is not None:
-                if lack.frames <= self.memory.arriving_of(lack.tenant) or not self._preempt_for(sequence, lack):
+                if lack.frames <= self.memory.arriving_of(lack.tenant) or not self._victims.preempt_for(sequence, lack):
                     break  # they are on their way; or it is the youngest and waits: the older ones will end
                 decodes = decodes[state.remaining[decodes] > 0]
-                room = self._room_beside(decodes, chunks)
+                room = room_beside(self.memory, decodes, chunks)
             if lack is None:
                 chunks.append((sequence, count))
                 room.take(tenant, frames)
@@ -571,121 +436,13 @@ class Scheduler:
                 passed_by.add(tenant)
         return decodes, chunks
 
-    def _admit(self, decodes: Int32Array, budget: int, now: float) -> list[tuple[Sequence, int]]:
-        """First chunks of Sequences that enter a row now (rule 4)."""
-        chunks: list[tuple[Sequence, int]] = []
-        if not self.sequences.waiting or budget <= 0 or not self._held.issuperset(self._tenants_in_swap()):
-            return chunks
-        tenants = self.memory.tenants
-        room = self._room_beside_prompts(decodes)
-        passed_by = set(self._held)
-        awaiting = 0
-        for sequence in self.sequences.waiting.in_order(LOOKED_AT, passed_by):
-            tenant, family = tenants.id(sequence.tenant), sequence.family
-            free = room.pool_for(tenant)
-            if budget <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
-                break  # rule 3
-            if family is not None and family.is_computing(sequence, self._rows, self.memory.tables.lengths):
-                continue  # rule 9
-            if not self._has_place_for(sequence) or (family is None and free <= sequence.blocked_at):
-                break  # no more is free than when it did not fit
-            left = self._left_to(sequence.tenant, room) if room.is_limited else free
-            if family is None and left <= sequence.held_at:
-                passed_by.add(sequence.tenant)
-                continue  # rule 7
-            beginning = self._beginning(sequence, min(free, left))
-            if beginning is None:
-                awaiting += 1
-                if awaiting == LOOK_AHEAD:
-                    break
-                continue  # rule 5
-            if room.is_limited and beginning.frames > left:
-                sequence.held_at = left
-                passed_by.add(sequence.tenant)
-                continue
-            if self.sequences.running and beginning.frames + self._headroom > free:
-                sequence.blocked_at = free
-                break
-            try:
-                if beginning.relative is not None:
-                    self.sequences.fork(sequence, beginning.relative, beginning.length, now)
-                else:
-                    self.sequences.enter(sequence, beginning.match, now)
-            except OverCommit:  # strict mode: its whole length cannot be promised beside those of the others
-                sequence.blocked_at = free
-                break
-            room.take(tenant, beginning.frames)
-            if sequence.state is not State.RUNNING:
-                passed_by.add(sequence.tenant)
-                continue  # some of its pages are in swap: it runs when they are back
-            chunks.append((sequence, min(len(sequence.tokens) - sequence.cached_of_row, budget)))
-            budget -= chunks[-1][1]
-        return chunks
-
-    def _beginning(self, sequence: Sequence, free: int) -> _Beginning | None:
-        """What it would begin with, if so many frames are free; None if it waits for what others just compute."""
-        tables, count = self.memory.tables, len(sequence.tokens)
-        family, relative, length = sequence.family, None, -1
-        if family is not None and family.with_row and not sequence.is_scoring:
-            nearest = family.nearest(sequence, self._rows, tables.lengths)
-            if nearest is None:
-                return None
-            relative, length = nearest
-        match = self._look_up(sequence) if length < count - 1 else None
-        if relative is not None and (match is None or match.cached_tokens <= length):
-            frames = pages_for(count, tables.page_size) - length // tables.page_size
-            return _Beginning(frames, relative=relative, length=length)
-        if match is not None and self._should_await(sequence, match):
-            return None
-        match, frames = self._what_fits(match, count, free)
-        return _Beginning(frames, match)
-
-    def _tenants_in_swap(self) -> set[str]:
-        return {sequence.tenant for sequence in self.sequences.swapped.values()}
-
-    def _room_beside_prompts(self, decodes: Int32Array) -> Room:
-        """What is left when `decodes` have their frames, and the running prefills all that they still need (rule 4)."""
-        room, tables = self._room_beside(decodes, []), self.memory.tables
-        prefilling = np.flatnonzero(self._rows.remaining > 1).astype(np.int32)
-        if len(prefilling):
-            totals = tables.lengths[prefilling] + self._rows.remaining[prefilling]
-            promised = -(-totals // tables.page_size) - tables.pages(prefilling)
-            promised += tables.exposed[prefilling]  # a copy of the page that it shares in part
-            room.take_all(np.bincount(tables.tenants[prefilling], weights=promised).astype(np.int64))
-        return room
-
-    def _left_to(self, tenant: str, room: Room) -> int:
-        """Frames that a tenant's limits leave to one more Sequence (rule 7).
-
-        While it has others running: up to high, and a frame below max for each of them; else up to max.
-        """
-        number = self.memory.tenants.id(tenant)
-        limits, left = self.memory.tenants.limits[number], room.left[number]
-        if beside := self.sequences.running_by_tenant[tenant]:
-            return left - max(beside, limits.max - limits.high)
-        return left
-
-    def _what_fits(self, match: PrefixMatch | None, tokens: int, free: int) -> tuple[PrefixMatch | None, int]:
-        """The match to begin with, and the frames that are not available any more once its prompt is computed.
-
-        Alone it may fit, but not beside a cached page of which it needs a copy too: then without that page.
-        """
-        page_size = self.memory.page_size
-        if match is None:
-            return None, pages_for(tokens, page_size)
-        frames = match.frames_for(tokens, page_size) + match.idle_frames
-        if frames > free:
-            match = match.whole_pages(page_size)
-            frames = match.frames_for(tokens, page_size) + match.idle_frames
-        return match, frames
-
-    def _that_fit(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    def _that_fit(self, decodes: Int32Array, chunks: Chunks) -> Chunks:
         """Without the last chunks, if all together need more frames than there are.
 
         Each was counted when it was chosen, but pages that several of them share, or want to copy, are only known when
         all are chosen. Who is left out has its row, and goes on as a running prefill.
         """
-        while chunks and (error := self.memory.shortage(*_rows_and_counts(decodes, chunks))) is not None:
+        while chunks and (error := self.memory.shortage(*rows_and_counts(decodes, chunks))) is not None:
             last = len(chunks) - 1
             if isinstance(error, OverTenantLimit):
                 theirs = [i for i, (sequence, _) in enumerate(chunks) if sequence.tenant == error.tenant]
@@ -706,28 +463,9 @@ class Scheduler:
                 passed_by.add(sequence.tenant)  # those behind it wait for their turn
         self.memory.report_pressure(still, all_.running_by_tenant)
 
-    def _look_up(self, sequence: Sequence) -> PrefixMatch | None:
-        """What of its tokens is cached; None if it does not use the cache."""
-        if not (sequence.uses_cache and self.settings.prefix_caching):
-            return None
-        if sequence.chain is None:
-            sequence.chain = self.memory.chain(sequence.tokens, Namespace(salt=sequence.cache_salt), sequence.tenant)
-        match = self.memory.lookup(sequence.chain)
-        return match.unread() if sequence.is_scoring else match
-
-    def _should_await(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether another Sequence is just computing what this one needs next (rule 5)."""
-        if match.awaited is None or sequence.awaited_steps >= AWAIT_STEPS:
-            return False
-        writer = self._rows.sequences[match.awaited.writer.row]
-        if writer is None or writer.state is not State.RUNNING:  # it may be in swap for long
-            return False
-        sequence.awaited_steps += 1
-        return self.memory.is_being_written(match.awaited)
-
-    def _plan(self, decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> StepPlan:
+    def _plan(self, decodes: Int32Array, chunks: Chunks) -> StepPlan:
         state = self._rows
-        rows, counts = _rows_and_counts(decodes, chunks)
+        rows, counts = rows_and_counts(decodes, chunks)
         chunk_rows = rows[len(decodes) :]
         starts = self.memory.tables.lengths[rows]
         orders = self.memory.grow(rows, counts)
@@ -798,11 +536,3 @@ class Scheduler:
             committed.add(sequence, [token], scores)
             if reason := self.sequences.give(sequence, token, now):
                 committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
-
-
-def _rows_and_counts(decodes: Int32Array, chunks: list[tuple[Sequence, int]]) -> tuple[Int32Array, Int32Array]:
-    """The rows of a step and how many tokens each computes, both (S,) int32: decodes, then chunks."""
-    chunk_rows = np.array([row_of(sequence) for sequence, _ in chunks], np.int32)
-    counts = np.ones(len(decodes) + len(chunks), np.int32)
-    counts[len(decodes) :] = [count for _, count in chunks]
-    return np.concatenate((decodes, chunk_rows)), counts

@@ -14,10 +14,10 @@ from tiny_model import write_tiny_model
 from mm import TenantLimits
 from mm.tenants import UNLIMITED
 from model.step_plan import SamplingParameters
+from service.admission import AWAIT_STEPS
 from service.engine_client import Ended, LocalEngineClient, Submit
 from service.errors import BadRequest
 from service.request import Sequence, State
-from service.scheduler import AWAIT_STEPS
 from service.tenant_settings import read_tenants
 from service.token_stream import TokenStream
 
@@ -74,13 +74,13 @@ def test_a_throttled_tenant_costs_no_look_at_its_queue() -> None:
     for salt in range(500):
         driver.submit(prompt_of(20, salt), 6, tenant="a")
     looked_at: list[Sequence] = []
-    original = driver.scheduler._look_up
+    original = driver.scheduler._admission._look_up
 
     def look_up(sequence: Sequence):  # type: ignore[no-untyped-def]
         looked_at.append(sequence)
         return original(sequence)
 
-    driver.scheduler._look_up = look_up  # type: ignore[method-assign]
+    driver.scheduler._admission._look_up = look_up  # type: ignore[method-assign]
     for _ in range(4):
         driver.step()
     assert len(looked_at) <= 4

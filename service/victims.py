@@ -1,0 +1,71 @@
+"""Who gives way when frames run out: the choice among younger Sequences, and what becomes of the chosen.
+
+Rules are those of scheduler.py, by number.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mm import Action, Candidates, Lack, MemoryManager
+from service.request import Key, Sequence, State
+from service.sequences import Sequences, row_of
+
+
+class Victims:
+    """Preempts Sequences for older ones."""
+
+    def __init__(self, memory: MemoryManager, sequences: Sequences) -> None:
+        self.swaps_work = memory.swap.total > 0  # False once a swap order has failed
+        self._memory = memory
+        self._sequences = sequences
+        self._rows = sequences.rows
+
+    def preempt_for(self, sequence: Sequence, lack: Lack) -> bool:
+        """Preempt a younger one to get what `sequence` lacks: whom, and by swap or recomputation, mm's score says."""
+        younger = self._who_may_go(sequence, self._sequences.running, lack)
+        if not younger:  # swapped ones still hold what they share among each other
+            swapped = self._who_may_go(sequence, self._sequences.swapped, lack)
+            if swapped:
+                self._sequences.recompute(swapped[-1])
+            return bool(swapped)
+        victim = self._memory.choose_victim(self._candidates(younger), lack.frames)
+        if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
+            for sequence in self._with_beams([younger[-1]]):
+                self._sequences.recompute(sequence)
+            return True
+        victims = self._with_beams([self._rows.at(row) for row in victim.rows.tolist()])
+        if victim.action is not Action.SWAP or not self.swaps_work or not self._sequences.swap_out(victims):
+            for sequence in victims:
+                self._sequences.recompute(sequence)
+        return True
+
+    def _who_may_go(self, sequence: Sequence, among: Mapping[Key, Sequence], lack: Lack) -> list[Sequence]:
+        """Who of `among` may be preempted for `sequence`, oldest first (rules 2, 7 and 8)."""
+        younger = self._sequences.younger_than(sequence, among)
+        tenants = self._memory.tenants
+        if not tenants.is_limited or not younger:
+            return younger
+        if lack.tenant is not None:
+            return [other for other in younger if tenants.id(other.tenant) == lack.tenant]
+        tiers = [tenants.tier(tenants.id(other.tenant)) for other in younger]
+        best = max(
+            (tier for other, tier in zip(younger, tiers, strict=True) if tier or other.tenant == sequence.tenant),
+            default=-1,
+        )
+        chosen = [other for other, tier in zip(younger, tiers, strict=True) if tier == best]
+        return chosen if best else [other for other in chosen if other.tenant == sequence.tenant]
+
+    def _with_beams(self, victims: list[Sequence]) -> list[Sequence]:
+        """And all that run of the searches whose beams are among them: none gets on without the others (rule 10)."""
+        groups = {id(victim.group): victim.group for victim in victims if victim.group is not None}
+        beams = [beam for group in groups.values() for beam in group.beams if beam.state is State.RUNNING]
+        return [victim for victim in victims if victim.group is None] + beams
+
+    def _candidates(self, sequences: list[Sequence]) -> Candidates:
+        """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
+        rows = np.array([row_of(sequence) for sequence in sequences], np.int32)
+        state = self._rows
+        done = (state.known[rows] - state.prompt[rows]) / np.maximum(state.limit[rows] - state.prompt[rows], 1)
+        preemptions = np.array([sequence.preemptions for sequence in sequences], np.int32)
+        return Candidates(rows, np.zeros(len(rows), np.int32), done.astype(np.float64), preemptions)
