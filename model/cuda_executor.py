@@ -34,6 +34,7 @@ from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import OutOfDeviceMemory
+from model.kernels import SCORED_AT_ONCE
 from model.parameters import Parameters
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.swap_mover import SwapMover
@@ -86,9 +87,6 @@ MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
 """Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
 computes long enough for the host to launch it kernel by kernel."""
-
-SCORED_AT_ONCE = 256
-"""Places that go through the output matrix together, at most."""
 
 
 @dataclass(slots=True)

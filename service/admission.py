@@ -149,9 +149,11 @@ class Admission:
                 break  # rule 3
             if family is not None and family.is_computing(sequence, self._rows, self._memory.tables.lengths):
                 continue  # rule 9
-            if not self._has_place_for(sequence) or (family is None and free <= sequence.blocked_at):
+            if not self._has_place_for(sequence) or (
+                family is None and self._sequences.running and free <= sequence.blocked_at
+            ):
                 break  # no more is free than when it did not fit
-            left = self._left_to(sequence.tenant, room) if room.is_limited else free
+            left = self._left_to(sequence, room) if room.is_limited else free
             if family is None and left <= sequence.held_at:
                 passed_by.add(sequence.tenant)
                 continue  # rule 7
@@ -216,14 +218,17 @@ class Admission:
             room.take_all(np.bincount(tables.tenants[prefilling], weights=promised).astype(np.int64))
         return room
 
-    def _left_to(self, tenant: str, room: Room) -> int:
+    def _left_to(self, sequence: Sequence, room: Room) -> int:
         """Frames that a tenant's limits leave to one more Sequence (rule 7).
 
         While it has others running: up to high, and a frame below max for each of them; else up to max.
         """
-        number = self._memory.tenants.id(tenant)
+        number = self._memory.tenants.id(sequence.tenant)
         limits, left = self._memory.tenants.limits[number], room.left[number]
-        if beside := self._sequences.running_by_tenant[tenant]:
+        beside = self._sequences.running_by_tenant[sequence.tenant]
+        if sequence.group is not None:  # its own beams stand still until it is back
+            beside -= sum(beam.state is State.RUNNING for beam in sequence.group.beams)
+        if beside:
             return left - max(beside, limits.max - limits.high)
         return left
 

@@ -31,7 +31,8 @@ Rules, cited by number below:
   7. A tenant at one of its limits holds up itself alone: its others wait, in order, and other tenants pass them by.
   8. Memory that a tenant's min protects is never taken by preemption for others, and what low protects last.
   9. Relatives share pages by forks: while one computes the prompt the others stand aside, and hold nobody up.
- 10. Beams of one search are preempted together. Where nothing else can give way, a search ends with what it has.
+ 10. Beams of one search are preempted together. Where nothing else can give way, of its tenant or of all, a search ends
+     with what it has.
 """
 
 import heapq
@@ -367,12 +368,12 @@ class Scheduler:
         self._admission.return_from_swap()
         if self._beams.groups:
             self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
-        decodes = self._choose_decodes()
+        decodes = self._choose_decodes(now)
         decodes, chunks = self._choose_prefills(decodes)
         budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
         return decodes, self._that_fit(decodes, chunks + self._admission.admit(decodes, budget, now))
 
-    def _choose_decodes(self) -> Int32Array:
+    def _choose_decodes(self, now: float) -> Int32Array:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
         state, lengths = self._rows, self.memory.tables.lengths
         rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
@@ -382,9 +383,21 @@ class Scheduler:
             oldest = self.sequences.oldest(lack.tenant)
             if lack.frames > self.memory.arriving_of(lack.tenant) and self._victims.preempt_for(oldest, lack):
                 rows = rows[state.remaining[rows] > 0]
+            elif self._is_alone_at_max(oldest, lack):
+                assert oldest.group is not None
+                self._beams.finish(oldest.group, "length", now, self._ended)
+                rows = rows[state.remaining[rows] > 0]
             else:
                 rows = self._hold_back(rows, lack)
         return rows
+
+    def _is_alone_at_max(self, beam: Sequence, lack: Lack) -> bool:
+        """Whether a search has all that its tenant may have, so that nobody's end will ever make room (rule 10)."""
+        if lack.tenant is None or beam.group is None or lack.frames <= self.memory.arriving_of(lack.tenant):
+            return False
+        all_ = self.sequences
+        theirs = [each for each in (*all_.running.values(), *all_.swapped.values()) if each.tenant == beam.tenant]
+        return all(each.group is beam.group for each in theirs)
 
     def _hold_back(self, rows: Int32Array, lack: Lack) -> Int32Array:
         """Without the youngest that need the frames which are not there yet: those are on their way to swap."""
@@ -506,7 +519,7 @@ class Scheduler:
             scored=scored,
         )
         epochs = state.epoch[rows]
-        is_steady = not chunks and len(rows) > 0 and not has_beams
+        is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
         asking = np.flatnonzero(samples & (state.logprobs[rows] >= 0))
         self._submitted.append(_Submitted(plan, epochs, None, asking, scored_chunks))

@@ -538,3 +538,34 @@ def test_strict_overcommit_runs_only_what_can_reach_its_limit() -> None:
     assert most == 2
     assert driver.scheduler.preemptions == 0
     assert all(driver.output[salt] == expected_output(prompt_of(6, salt), 14) for salt in range(4))
+
+
+def test_a_prefill_that_had_to_wait_for_frames_goes_on_beside_steady_decode() -> None:
+    """Its frames were on their way to swap when it was passed by; the end of the copy must be noticed."""
+    driver = make(frames=48, max_batched_tokens=32, max_length=400, slots=64)
+    memory, executor = driver.scheduler.memory, driver.executor
+    memory.reclaimer.watermarks = Watermarks(0, 10, 20)
+    decoding = driver.submit(prompt_of(5, 1), 60)
+    for _ in range(3):
+        driver.step()
+    for salt in range(2, 5):  # they leave pages in the cache
+        driver.submit([salt] * 3 + prompt_of(37, salt), 2)
+    for _ in range(10):
+        driver.step()
+    begun: dict[int, float] = {}
+
+    def ended() -> list[tuple[int, bool]]:
+        for ticket in list(executor.mover.in_flight):  # a copy takes four steps
+            if driver.now - begun.setdefault(ticket, driver.now) >= 4:
+                executor.mover.end(ticket, succeeds=True)
+        return executor.mover.ended()
+
+    executor.ended = ended  # type: ignore[method-assign]
+    late = driver.submit(prompt_of(110, 9), 2)
+    steps = 0
+    while late.state is not State.ENDED:
+        driver.step()
+        steps += 1
+        assert decoding.state is not State.ENDED, "it waited for the other one's end"
+    assert steps < 30
+    driver.run()

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from real_house import real_house
 from scheduler_driver import Driver, make, prompt_of
-from simulated_executor import expected_output
+from simulated_executor import expected_beams, expected_output
 from tiny_model import write_tiny_model
 
 from mm import TenantLimits
 from mm.tenants import UNLIMITED
 from model.step_plan import SamplingParameters
 from service.admission import AWAIT_STEPS
-from service.engine_client import Ended, LocalEngineClient, Submit
+from service.engine_client import BeamSearch, Ended, LocalEngineClient, Submit
 from service.errors import BadRequest
 from service.request import Sequence, State
 from service.tenant_settings import read_tenants
@@ -460,3 +460,56 @@ async def test_what_never_fits_into_a_tenants_max_is_refused_at_the_door(
         assert (answer.status, error["param"]) == (400, "max_tokens")
         assert "KV memory holds 64 tokens" in error["message"]
         house.engine.scheduler.memory.drop_caches()
+
+
+def test_who_did_not_fit_is_looked_at_again_when_nothing_runs_though_less_is_free() -> None:
+    """What others leave in the cache below their min is not free for it any more: it fits all the same."""
+    driver = make(frames=20, rows=16, max_batched_tokens=64, tenants={"b": TenantLimits(min=10, low=10)})
+    for number in range(6):
+        driver.submit([number + 1] * 3, 7, tenant="b")
+    driver.step()
+    late = driver.submit(prompt_of(35, 3), 3, tenant="a")
+    assert late.limit <= driver.scheduler.memory.max_tokens_of("a")
+    driver.run()
+    assert driver.output[6] == expected_output(prompt_of(35, 3), 3)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_search_that_has_all_of_its_tenants_max_ends_with_what_it_has(is_alone: bool) -> None:
+    """Nobody's end would ever make room for it, however long others run."""
+    driver = make(frames=200, rows=12, max_batched_tokens=64, tenants={"a": TenantLimits(max=10, high=10)})
+    (choice,) = driver.submit_choices(1, prompt_of(9), 30, beams=BeamSearch(4), tenant="a")
+    for number in range(60):
+        if not is_alone:
+            keep_two_running(driver, number)
+        driver.step()
+        if choice.sequence_id in driver.ended:
+            break
+    ended = driver.ended[choice.sequence_id]
+    assert ended.reason == "length"
+    assert 0 < ended.output_tokens < 30
+    driver.run()
+
+
+def test_a_preempted_search_above_its_tenants_high_comes_back_whole() -> None:
+    """Its own beams that stand still meanwhile are not others that run."""
+    driver = make(frames=200, rows=12, max_batched_tokens=64, tenants={"a": TenantLimits(max=24, high=6)})
+    (choice,) = driver.submit_choices(1, prompt_of(21), 12, beams=BeamSearch(4), tenant="a")
+    for _ in range(8):
+        driver.step()
+    (group,) = driver.scheduler._beams.groups
+    for beam in list(group.family.with_row.values()):
+        driver.scheduler.sequences.recompute(beam)
+    for number in range(100):
+        keep_two_running(driver, number)
+        driver.step()
+        if choice.sequence_id in driver.ended:
+            break
+    assert driver.output[choice.sequence_id] == expected_beams(prompt_of(21), 12, BeamSearch(4))[0].tokens
+    driver.run()
+
+
+def keep_two_running(driver: Driver, salt: int) -> None:
+    """Two Sequences of tenant b at any time."""
+    if sum(sequence.tenant == "b" for sequence in driver.scheduler.sequences.running.values()) < 2:
+        driver.submit(prompt_of(5, salt), 20, tenant="b")
