@@ -41,7 +41,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         active_pages=memory.lru.active_pages,
         inactive_frames=sum(memory.lru.size(tenant, LruList.INACTIVE) for tenant in tenants),
         total_slots=memory.swap.total,
-        free_slots=memory.swap.free_slots,
+        free_slots=memory.swap.total - memory.swap.used_slots,
         sequence_slots=memory.swap.sequence_slots,
         cached_slots=sum(memory.lru.size(tenant, LruList.SWAPPED) for tenant in tenants),
         saved_frames=memory.frames.saved,

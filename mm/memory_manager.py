@@ -141,14 +141,13 @@ class MemoryManager:
         return min(self.frames.total, self.tables.max_pages) * self.page_size
 
     def max_tokens_of(self, tenant: str | None) -> int:
-        """The same for one of `tenant`, whatever others do: up to its max, and what their min leaves.
-
-        None: a tenant without limits.
+        """Positions that one request of `tenant` can hold in all its address spaces together, whatever others do: up to
+        its max, and what their min leaves. None: a tenant without limits.
         """
         names, limits = self.tenants.names, self.tenants.limits
         others = sum(each.min for name, each in zip(names, limits, strict=True) if name != tenant)
         most = limits[names.index(tenant)].max if tenant in names else self.frames.total
-        return min(self.frames.total - others, most, self.tables.max_pages) * self.page_size
+        return min(self.frames.total - others, most) * self.page_size
 
     @property
     def is_copying(self) -> bool:

@@ -29,7 +29,7 @@ class MemoryInformation:
     active_pages: int = 0  # of these, used twice or more: the working set
     inactive_frames: int = 0  # of the cached frames, those on the inactive lists
     total_slots: int = 0
-    free_slots: int = 0
+    free_slots: int = 0  # also those that have no memory behind them yet: it is taken as they are used
     sequence_slots: int = 0  # slots that page tables name; the other used ones hold copies of cached and clean pages
     cached_slots: int = 0  # slots of cached pages that are nowhere else
     saved_frames: int = 0  # references - active: so many more frames would be in use if nothing were shared

@@ -67,6 +67,13 @@ def _lenient(kind: type[B]) -> type[B]:
 _REMOVED = "guided_"  # how constrained output was once asked for elsewhere
 _PATH = re.compile(r" - at `(\$[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_TYPES = re.compile(r"`([^`]*)`")
+_WORDS = {
+    "int": "integer",
+    "float": "number",
+    "str": "string",
+    "bool": "boolean",
+}  # not Python's names
 _PART_KIND = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 
 
@@ -80,6 +87,8 @@ def _refusal(message: str, kind: type[Body]) -> BadRequest:
     where = f" - at `{quoted(path)}`" if path else ""
     if unknown := _UNKNOWN.fullmatch(words):
         return _unknown_field(unknown[1], where, param, kind)
+    if words.startswith("Expected `"):
+        words = _TYPES.sub(lambda kinds: " or ".join(_WORDS.get(kind, kind) for kind in kinds[1].split(" | ")), words)
     if ".content[" in path and (part := _PART_KIND.fullmatch(words)):
         words = f"content parts of type {quoted(part[1])} are not served, only text"
     return BadRequest(f"{quoted(words)}{where}", param=param)

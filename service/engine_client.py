@@ -155,31 +155,38 @@ class Limits(msgspec.Struct, frozen=True):
     """What a front end checks before it submits."""
 
     max_model_len: int  # prompt + output of one Sequence
-    max_request_tokens: int  # the same, as far as the whole KV pool can hold it; the smaller of both counts
+    max_request_tokens: int  # of one request, its beams together, that the whole KV pool can hold
     max_waiting: int  # Sequences in the queue; more are refused with QueueFull
     vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
     max_running: int = 1 << 30  # Sequences that run at once: a beam search takes a place for each beam
     tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
 
+    def pool_tokens(self, tenant: str) -> int:
+        """Tokens of one request of `tenant`, its beams together, that can be held."""
+        return self.tenant_request_tokens.get(tenant, self.max_request_tokens)
+
     def request_tokens(self, tenant: str) -> int:
-        """Prompt + output of one Sequence of `tenant` that can be held."""
-        return min(self.max_model_len, self.tenant_request_tokens.get(tenant, self.max_request_tokens))
+        """Prompt + output of one Sequence of `tenant` that can run."""
+        return min(self.max_model_len, self.pool_tokens(tenant))
+
+    def exceeded(self, needed: int, tenant: str) -> str:
+        """In words, the limit that a Sequence of `needed` tokens exceeds: the context length, or else the memory."""
+        if needed > self.max_model_len:
+            return f"This model's maximum context length is {self.max_model_len} tokens."
+        pool = self.pool_tokens(tenant)
+        is_share = pool < self.max_request_tokens
+        whose = "The share of this server's KV memory that is yours" if is_share else "This server's KV memory"
+        return f"{whose} holds {pool} tokens of one request."
 
     def check_fits(self, prompt_tokens: int, output_tokens: int, tenant: str) -> None:
         """Raises BadRequest for a Sequence that could not run alone on an empty server; it has the true numbers."""
-        needed, window = prompt_tokens + output_tokens, self.request_tokens(tenant)
-        if needed <= window:
-            return
-        limit = f"This model's maximum context length is {self.max_model_len} tokens."
-        if needed <= self.max_model_len:
-            limit = f"This server's KV memory holds {window} tokens of one request."
-            if window < self.max_request_tokens:
-                limit = f"The share of this server's KV memory that is yours holds {window} tokens of one request."
-        raise BadRequest(
-            f"{limit} However, you requested {quoted(needed, 32)} tokens ({prompt_tokens} in the prompt, "
-            f"{quoted(output_tokens, 32)} for the output). Please shorten one of them.",
-            param="max_tokens",
-        )
+        needed = prompt_tokens + output_tokens
+        if needed > self.request_tokens(tenant):
+            raise BadRequest(
+                f"{self.exceeded(needed, tenant)} However, you requested {quoted(needed, 32)} tokens ({prompt_tokens} "
+                f"in the prompt, {quoted(output_tokens, 32)} for the output). Please shorten one of them.",
+                param="max_tokens",
+            )
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):

@@ -1,10 +1,10 @@
 """From a body to prompts: token ids, what an echo shows of them, and the length rules.
 
-Length rules, the same on both routes (M = max_model_len, W = the smaller of M and what the whole KV pool holds):
+Length rules, the same on both routes (M = max_model_len, P = what the KV pool holds, or the tenant's share of it):
   1. prompt + max_tokens > M, or a prompt of M tokens or more: refused.
-  2. prompt + max_tokens > W: refused; such a request could not run alone on an empty server.
-  3. max_tokens absent: chat takes W - prompt, completions at most 16 tokens of it.
-With beam search the output counts once for each beam in rule 2 and in W - prompt. `truncate_prompt_tokens` is applied
+  2. prompt + max_tokens > P: refused; such a request could not run alone on an empty server.
+  3. max_tokens absent: chat takes what both leave, completions at most 16 tokens of it.
+With beam search the output counts once for each beam in what concerns P. `truncate_prompt_tokens` is applied
 first. A text so long that it must break rule 1 is refused before it is tokenized, even if it were truncated.
 """
 
@@ -127,8 +127,9 @@ def truncated(ids: list[int], body: GenerationBody, limits: Limits) -> list[int]
     if keep is None:
         return ids
     if keep == -1:
-        output = max(1, body.asked_tokens or 1) * (body.beams or 1)
-        keep = max(1, _window(limits) - output)  # if even that is too long, the length rules say so
+        output, pool = max(1, body.asked_tokens or 1), limits.pool_tokens(DEFAULT_TENANT)
+        # if even that is too long, the length rules say so
+        keep = max(1, min(limits.max_model_len - output, pool - output * (body.beams or 1)))
     return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
 
@@ -139,25 +140,18 @@ def output_tokens(prompt_tokens: int, body: GenerationBody, limits: Limits, *, d
     message has the true numbers.
     """
     asked, beams = body.asked_tokens, body.beams or 1
-    length, window = limits.max_model_len, _window(limits)
+    length, pool = limits.max_model_len, limits.pool_tokens(DEFAULT_TENANT)
     output = max(1, 1 if asked is None else asked)  # an echo of the prompt alone takes a step too
-    needed = prompt_tokens + output
-    if needed > length or prompt_tokens + output * beams > window:
-        limit = f"This model's maximum context length is {length} tokens."
-        if needed <= length:
-            limit = f"This server's KV memory holds {window} tokens of one request."
+    needed, together = prompt_tokens + output, prompt_tokens + output * beams
+    if needed > length or together > pool:
         for_output = quoted(output, 32) if beams == 1 else f"{quoted(output, 32)} for each of {beams} beams"
         of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         raise BadRequest(
-            f"{limit} However, you requested {quoted(needed + output * (beams - 1), 32)} tokens ({prompt_tokens} in "
-            f"the prompt, {for_output} for the output). Please shorten one of them.",
-            param=of_prompt if prompt_tokens + beams > window else "max_tokens",
+            f"{limits.exceeded(needed, DEFAULT_TENANT)} However, you requested {quoted(together, 32)} tokens "
+            f"({prompt_tokens} in the prompt, {for_output} for the output). Please shorten one of them.",
+            param=of_prompt if prompt_tokens + 1 > length or prompt_tokens + beams > pool else "max_tokens",
         )
     if asked is not None:
         return asked
-    rest = min(length - prompt_tokens, (window - prompt_tokens) // beams)
+    rest = min(length - prompt_tokens, (pool - prompt_tokens) // beams)
     return rest if default is None else min(default, rest)
-
-
-def _window(limits: Limits) -> int:
-    return limits.request_tokens(DEFAULT_TENANT)

@@ -196,7 +196,7 @@ class Server:
             url=self._url(),
             admin=f"http://{_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
             max_model_len=limits.max_model_len,
-            largest_request_tokens=limits.max_request_tokens,
+            largest_request_tokens=limits.request_tokens(DEFAULT_TENANT),
             frames=assembly.executor.frames,
             kv_bytes=assembly.executor.frames * assembly.executor.frame_bytes,
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from memory_house import Guest, House
 
-from mm import Advice, OutOfFrames, OutOfSwapSlots, PageNotResident, SwapBounds, TenantLimits
+from mm import Advice, MemoryManager, OutOfFrames, OutOfSwapSlots, PageNotResident, SwapBounds, TenantLimits
 
 P = 4
 
@@ -168,6 +168,11 @@ def test_released_amid_a_copy_everything_is_free_after_it(direction: str, *, suc
     assert house.memory.free_frames == 32
     assert house.memory.swap.free_slots == 8
     house.check()
+
+
+def test_slots_whose_memory_is_not_taken_yet_are_free() -> None:
+    memory = MemoryManager(frames=8, max_rows=2, max_pages=4, slots=10, opened_slots=3)
+    assert (memory.information().total_slots, memory.information().free_slots) == (10, 10)
 
 
 def test_too_few_slots_change_nothing() -> None:

@@ -194,8 +194,8 @@ async def test_unknown_fields_may_be_ignored_by_a_setting(start: Start) -> None:
         ({"top_p": 3}, "top_p", "(0, 1]"), ({"top_p": 0}, "top_p", "(0, 1]"),
         ({"temperature": 2.5}, "temperature", "[0, 2]"), ({"temperature": 1e30}, "temperature", "[0, 2]"),
         ({"top_k": -2}, "top_k", "-2"), ({"top_k": 2.5}, "top_k", "int"), ({"top_k": "5"}, "top_k", "str"),
-        ({"max_tokens": "16"}, "max_tokens", "`$.max_tokens`"), ({"max_tokens": 16.5}, "max_tokens", "float"),
-        ({"max_tokens": 16.0}, "max_tokens", "float"), ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": "16"}, "max_tokens", "`$.max_tokens`"), ({"max_tokens": 16.5}, "max_tokens", "number"),
+        ({"max_tokens": 16.0}, "max_tokens", "number"), ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"seed": 2**64}, "seed", "64 bits"), ({"seed": "7"}, "seed", "str"),
         ({"n": 0}, "n", "1 to 64"), ({"n": 129}, "n", "1 to 64"), ({"n": 5_000_000}, "n", "1 to 64"),
         ({"stop": ""}, "stop", "`$.stop`"), ({"stop": ["a", ""]}, "stop", "`$.stop[1]`"),
@@ -355,6 +355,11 @@ async def test_chat_takes_the_rest_of_the_window(server: Server) -> None:
     assert answer.json["choices"][0]["finish_reason"] == "length"
     answer = await server.chat(max_completion_tokens=3, max_tokens=5, ignore_eos=True)
     assert answer.json["usage"]["completion_tokens"] == 3
+
+
+async def test_types_are_named_in_words_of_json(server: Server) -> None:
+    answer = await server.complete(max_tokens=100.0)
+    assert answer.error["message"] == "Expected integer or null, got number - at `$.max_tokens`"
 
 
 async def test_what_the_whole_pool_cannot_hold_is_refused(start: Start) -> None:

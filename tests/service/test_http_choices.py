@@ -289,6 +289,18 @@ async def test_all_beams_must_fit_at_once(start: Start) -> None:
     assert answer.error["param"] == "prompt"
 
 
+async def test_beams_may_hold_more_than_one_context_together(start: Start) -> None:
+    """The context bounds each beam, the pool bounds all of them."""
+    server = await start(limits={"max_model_len": 100, "max_request_tokens": 300})
+    fields = {"prompt": [5] * 20, "use_beam_search": True, "beam_width": 4}
+    assert (await server.complete(**fields, max_tokens=70)).status == 200
+    answer = await server.complete(**fields, max_tokens=71)
+    assert "KV memory holds 300 tokens of one request" in answer.error["message"]
+    assert "304 tokens" in answer.error["message"]
+    answer = await server.complete(**fields | {"beam_width": 2}, max_tokens=81)
+    assert "maximum context length is 100 tokens" in answer.error["message"]
+
+
 async def test_a_search_needs_a_place_for_each_beam(start: Start) -> None:
     server = await start(limits={"max_running": 3})
     assert (await server.complete(use_beam_search=True, beam_width=3)).status == 200

@@ -74,7 +74,7 @@ async def test_defaults_are_the_models_with_its_repetition_penalty(start: Start)
         ({"min_p": -0.1}, "[0, 1]"), ({"min_p": 1.1}, "[0, 1]"), ({"typical_p": 0}, "(0, 1]"),
         ({"typical_p": 1.5}, "(0, 1]"), ({"presence_penalty": 2.1}, "[-2, 2]"), ({"presence_penalty": "1"}, "str"),
         ({"frequency_penalty": -2.1}, "[-2, 2]"), ({"repetition_penalty": 0}, "above 0"),
-        ({"repetition_penalty": -1}, "above 0"), ({"min_tokens": -1}, "at least 0"), ({"min_tokens": 1.5}, "float"),
+        ({"repetition_penalty": -1}, "above 0"), ({"min_tokens": -1}, "at least 0"), ({"min_tokens": 1.5}, "number"),
         ({"timeout_s": 0}, "above 0"), ({"timeout_s": -1}, "above 0"), ({"truncate_prompt_tokens": 0}, "at least 1"),
         ({"truncate_prompt_tokens": -2}, "at least 1"), ({"truncation_side": "right"}, "truncate_prompt_tokens"),
         ({"truncation_side": "middle"}, "middle"), ({"spaces_between_special_tokens": False}, "only be true"),
