@@ -57,7 +57,7 @@ bench-mm: $(DEV)  ## Time the memory manager alone, beside transformers' paged c
 	@$(BIN)/python -m bench.mm $(ARGS)
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the Python that PYTHON names (it has torch and cupy)
-	$(PYTHON) -m pytest -m "gpu and not soak" $(ARGS)
+	$(PYTHON) -m pytest tests/cuda tests/service/test_golden.py tests/service/test_golden_families.py -m "gpu and not soak" $(ARGS)
 
 pins: $(DEV)  ## Write what is installed into constraints.txt
 	@sh scripts/pins.sh
