@@ -150,7 +150,10 @@ def _sizes(settings: Settings, max_length: int, *, on_gpu: bool) -> _Sizes:
         raise ConfigurationError(
             f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({running}): a step gives each Sequence a token"
         )
-    has_swap = on_gpu if settings.swap_memory_bytes is None else settings.swap_memory_bytes > 0
+    swap, host = settings.swap_memory_bytes, _host_memory_bytes()
+    if swap is not None and swap > host:
+        raise ConfigurationError(f"swap_memory_bytes is {swap}, but there are {host} bytes of memory here in all")
+    has_swap = on_gpu if swap is None else swap > 0
     return _Sizes(
         running, running + (running // 2 if has_swap else 0), pages_for(max_length, settings.page_size), tokens
     )

@@ -165,6 +165,7 @@ def test_a_port_that_is_taken(flag: str) -> None:
         (["check", "{model}", "--load-format", "dummy", "--tokenizer", "{empty}"], 3, "tokenizer.json"),
         (["check", "{model}", "--load-format", "dummy", "--max-model-len", "200000"], 2, "200000"),
         (["check", "{model}", "--load-format", "dummy", "--kv-cache-memory-bytes", "1"], 2, "kv_cache_memory_bytes"),
+        (["check", "{model}", "--load-format", "dummy", "--swap-memory-bytes", "999TiB"], 2, "bytes of memory here"),
         (["check", "{model}", "--load-format", "dummy", "--dtype", "float16", "--cpu-kernels", "native"], 2, "float16"),
         (["check", "{model}", "--load-format", "dummy", "--device", "cuda"], 2, "PyTorch sees no GPU"),
     ],
