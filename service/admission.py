@@ -118,9 +118,8 @@ class Admission:
                     self._held.add(sequence.tenant)
                 is_alone = not (all_.running if lack.tenant is None else all_.running_by_tenant[sequence.tenant])
                 if is_alone and lack.frames > self._memory.arriving_of(lack.tenant):
-                    self._victims.preempt_for(
-                        sequence, lack
-                    )  # nobody's end would ever make room: younger ones in swap do
+                    # nobody's end would ever make room: younger ones in swap do
+                    self._victims.preempt_for(sequence, lack)
 
     def _lack_of_return(self, sequence: Sequence) -> Lack | None:
         """What is missing to bring a SWAPPED one in and leave a frame to each that runs (rule 4)."""

@@ -221,7 +221,7 @@ def _native_kernels(settings: Settings, dtype: torch.dtype) -> ctypes.CDLL | Non
         if settings.cpu_kernels == "native":
             raise ConfigurationError(f"--cpu-kernels native: {error}") from error
         log.warning(
-            "the CPU kernels are not in use: computing with PyTorch's operators, half as fast",
+            "the CPU kernels are not in use: computing with PyTorch's operators, less than half as fast",
             reason=str(error),
             to_silence="--cpu-kernels torch",
         )

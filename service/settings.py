@@ -101,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         About(
             "Device and memory",
             "what computes on the CPU. native: kernels in C++, compiled at the first start, which needs g++ or "
-            "clang++; torch: PyTorch's operators, half as fast; auto: native where it can be compiled",
+            "clang++; torch: PyTorch's operators, less than half as fast; auto: native where it can be compiled",
         ),
     ] = "auto"
     kv_cache_memory_bytes: Annotated[
