@@ -1,8 +1,9 @@
 """What comes after the logits, timed: adjustments, draws, log-probabilities. A part of bench.kernels.
 
 A launch reads logits that no launch before it has left in the L2. "Reads" is its time over that of reading its logits
-once at the speed of the card's memory. Two kinds of logits: normal ones of deviation 3, where a draw is among thousands
-of tokens; and peaked ones, as a network gives them, where a few hold nearly all of the mass.
+once at the speed of the card's memory. Three kinds of logits: normal ones of deviation 3, where a draw is among
+thousands of tokens; peaked ones, as a network that is sure gives them, where a few hold nearly all of the mass; and
+those of Zipf's law, p ~ 1 / rank ** 1.5, a tail as long as an unsure network's.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,13 +40,17 @@ WAYS: dict[str, SamplingParameters] = {
     "T, k 50, p 0.95, logprobs 5": SamplingParameters(temperature=0.8, top_k=50, top_p=0.95, logprobs=5),
     "greedy, 1,000 allowed": SamplingParameters(temperature=0.0, allowed_token_ids=list(range(0, 49_000, 49))),
 }
-PEAKED = ("T, k 50, p 0.95", "T, p 0.95", "T, typical 0.9")
+UNLIKE_NORMAL = ("T", "T, k 50, p 0.95", "T, p 0.95", "T, typical 0.9")
+"""What is measured for the other kinds of logits."""
 
 
-def logits_of(rows: int, vocabulary: int, *, is_peaked: bool) -> torch.Tensor:
-    """(rows, vocabulary) float32 on the device."""
-    logits = torch.randn(rows, vocabulary, device="cuda") * (2.0 if is_peaked else 3.0)
-    if is_peaked:
+def logits_of(rows: int, vocabulary: int, kind: str) -> torch.Tensor:
+    """(rows, vocabulary) float32 on the device. kind: normal, peaked or zipf."""
+    if kind == "zipf":
+        ranks = torch.rand(rows, vocabulary, device="cuda").argsort(-1)
+        return (1.0 + ranks).log_().mul_(-1.5)
+    logits = torch.randn(rows, vocabulary, device="cuda") * (2.0 if kind == "peaked" else 3.0)
+    if kind == "peaked":
         logits[:, :: vocabulary // 40] += 12.0
     return logits
 
@@ -87,15 +92,15 @@ def launch_of(
 def measure_sampling(loader: DeviceLoader, *, all_sizes: bool) -> Iterator[tuple[str, float, float]]:
     """(name, microseconds, reads) of a step's sampling. all_sizes: more vocabularies and batches."""
     for vocabulary in (151_936, 128_256, 49_152) if all_sizes else (151_936, 49_152):
-        for is_peaked in (False, True):
-            logits = logits_of(1024, vocabulary, is_peaked=is_peaked)
-            for batch in (1, 64, 256, 1024) if all_sizes and not is_peaked else (1, 256):
+        for kind in ("normal", "peaked", "zipf"):
+            logits = logits_of(1024, vocabulary, kind)
+            for batch in (1, 64, 256, 1024) if all_sizes and kind == "normal" else (1, 256):
                 size = batch * vocabulary * 4
                 launches = min(64, max(4, int(4 * L2_BYTES / size)))
                 for name, parameters in WAYS.items():
-                    if is_peaked and name not in PEAKED:
+                    if kind != "normal" and name not in UNLIKE_NORMAL:
                         continue
                     us = graph_us(launch_of(loader, logits, batch, parameters), launches)
-                    kind = ", peaked" if is_peaked else ""
-                    yield f"{batch:5,} x {vocabulary:,} {name}{kind}", us, us / (size / STREAM_BYTES_PER_S * 1e6)
+                    suffix = "" if kind == "normal" else f", {kind}"
+                    yield f"{batch:5,} x {vocabulary:,} {name}{suffix}", us, us / (size / STREAM_BYTES_PER_S * 1e6)
             del logits

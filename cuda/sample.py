@@ -1,5 +1,5 @@
-"""Launchers of scan.cu and sample.cu: logits to tokens and log-probabilities, and a step's result in page-locked
-memory.
+"""Launchers of scan.cu, weigh.cu, sample.cu and finish.cu: logits to tokens and log-probabilities, and a step's result
+in page-locked memory.
 
 The kernel writes tokens, flags and records of log-probabilities straight into host memory, and the step's number after
 them, so the host learns that a step is done by reading one word: no event, no copy, nothing to wait for.
@@ -32,12 +32,14 @@ RESULT_HEADER_WORDS = 16
 MAX_LIKELIEST = 32
 RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
 
-# scan.cu
+# scan.cu, weigh.cu
 SCAN_BLOCKS = 4  # of a multiprocessor
 QUADS_AT_ONCE = 4 * THREADS
 MAX_PARTS = 19  # of a row: the candidates of more would be too many
 SCAN_WORDS = 4
 CANDIDATE_WORDS = 2 * LARGEST_TEAM * 384
+SPAN_WORDS = 8
+SPANS = MAX_PARTS * THREADS // 32
 
 
 class LogProbWords(NamedTuple):
@@ -149,7 +151,7 @@ class _Teams:
 
 def sample_bytes(sequences: int) -> int:
     """Device memory of a Sample."""
-    return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + 3)
+    return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + SPANS * SPAN_WORDS + 3)
 
 
 class Sample:
@@ -161,14 +163,18 @@ class Sample:
         self.state, self.results, self.vocabulary = state, results, vocabulary
         self._sample = _Teams(loader, "sample", "PPPPPPPPPii", vocabulary)
         (self._scan,) = loader.load("scan.cu", [KernelSpec("scan", "PPPPPPPi", THREADS, overlap=True)])
-        finish = KernelSpec("finish", "PPPPPPPPPPPPPPPii", THREADS, shared_bytes=FIXED_BYTES, overlap=True)
-        (self._finish,) = loader.load("sample.cu", [finish])
+        weigh = KernelSpec("weigh", "PPPPPPPi", THREADS, overlap=True)
+        gather = KernelSpec("gather", "PPPPPPPPi", THREADS, overlap=True)
+        self._weigh, self._gather = loader.load("weigh.cu", [weigh, gather])
+        finish = KernelSpec("finish", "PPPPPPPPPPPPPPPPiii", THREADS, shared_bytes=FIXED_BYTES, overlap=True)
+        (self._finish,) = loader.load("finish.cu", [finish])
         self._blocks = SCAN_BLOCKS * loader.multiprocessors
         device = state.upload.device
         self._scans = torch.zeros(state.max_sequences, SCAN_WORDS, dtype=torch.int32, device=device)
         self._candidates = torch.empty(state.max_sequences, CANDIDATE_WORDS, dtype=torch.int32, device=device)
+        self._spans = torch.empty(state.max_sequences, SPANS, SPAN_WORDS, dtype=torch.int32, device=device)
         self._outcome = torch.zeros(2, results.capacity, dtype=torch.int32, device=device)
-        self._queue = torch.zeros(1 + state.max_sequences, dtype=torch.int32, device=device)
+        self._queue = torch.zeros(2 + state.max_sequences, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, stream: int, logits: Tensor, masked: Tensor, padded_sequences: int) -> None:
@@ -184,8 +190,17 @@ class Sample:
             raise ShapeMismatch("a step has at least one sequence")
         most = -(-self.vocabulary // (4 * QUADS_AT_ONCE))  # parts that are worth a block
         parts = max(1, min(self._blocks // padded_sequences, most, MAX_PARTS))
+        grid = parts, padded_sequences
         self._scan.launch(
-            stream, (parts, padded_sequences), logits, state.rows, state.samples, state.settings, self._scans,
+            stream, grid, logits, state.rows, state.samples, state.settings, self._scans,
+            self._candidates, self._queue, self.vocabulary,
+        )  # fmt: skip
+        self._weigh.launch(
+            stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans, self._queue,
+            self.vocabulary,
+        )  # fmt: skip
+        self._gather.launch(
+            stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans,
             self._candidates, self._queue, self.vocabulary,
         )  # fmt: skip
         self._sample.launch(
@@ -194,8 +209,8 @@ class Sample:
         )  # fmt: skip
         self._finish.launch(
             stream, padded_sequences, logits, state.rows, state.samples, state.lengths, state.settings, self._scans,
-            self._candidates, self._queue, masked, state.failed, state.last_tokens, state.upload, self._outcome,
-            results.tensor, self._ticket, self.vocabulary, results.capacity,
+            self._spans, self._candidates, self._queue, masked, state.failed, state.last_tokens, state.upload,
+            self._outcome, results.tensor, self._ticket, self.vocabulary, results.capacity, parts,
         )  # fmt: skip
 
 

@@ -1,44 +1,18 @@
-// sample: from adjusted logits to tokens and log-probabilities, by the definition of model/sampler.py, whatever else is
-// in the batch.
+// sample: rows that need several looks at all of their logits, by the definition of model/sampler.py: those that ask for
+// log-probabilities, a top-k beyond MANY, typical-p alone, and those with too many candidates. A team of blocks (a cluster)
+// has a row; sampling.cuh says how it works. Some 3 to 12 passes over the logits, in shared memory if RESIDENT.
 //
-// Rows of two kinds:
-//   those of which few tokens matter: greedy, top-k up to MANY, or min-p without top-p; no log-probabilities. scan.cu has
-//     found the largest and the candidates, and one block of finish does the rest.
-//   all others, and those with too many candidates: a team of blocks (a cluster); sampling.cuh says how it works. Its
-//     passes over the logits, which read shared memory if RESIDENT:
-//         temperature           2, and the span of one warp: the largest; the masses
-//         top-p without top-k   3: the largest; the masses; the candidates
-//         otherwise             some 6 to 12
-//
-// sample<RESIDENT>, grid teams: rows that need a team, in turn; most often there is none.
-// finish, grid S: the rows that need none, and what a step's end takes of all.
+// sample<RESIDENT>, grid teams: rows that need a team, in turn; most often there is none. The others: finish.cu.
 // log_probs<RESIDENT>, grid N teams: log-probabilities of given tokens, of logits as they are.
 //
-//   logits [S, V] float32, V <= 2^19; rows, samples, lengths [S] and settings [R] as scatter.cu writes them
-//   scans, candidates, queue: what scan.cu leaves. finish clears scans, and the count of queue
+//   logits [S, V] float32, V <= 2^19; rows, lengths [S] and settings [R] as scatter.cu writes them
+//   queue: what scan.cu and weigh.cu leave
 //   header: the upload. Word 7: how many of the likeliest are reported for each sequence that asks
-//   masked [S]: how many logits adjust.cu made minus infinity, negative if one was not finite; cleared
-//   failed [R]: set by kv_append; reported for every sequence of the step, and cleared
-//   last_tokens [R]: the new token. Its place in the row's history, if there is one, gets it too
-//   outcome [2, capacity] int32: tokens and flags, until the last block brings them to the host
-//   results: page-locked host memory, slots of 16 + (2 + RECORD) * capacity words: the step number at word 0, written
-//     last of all; tokens at word 16 (-1 where the sequence does not sample), failed at word 16 + capacity, and at word
-//     16 + (2 + i) * capacity ... the records of the sequences that ask for log-probabilities
+//   masked [S]: how many logits adjust.cu made minus infinity, negative if one was not finite
+//   outcome [2, capacity] int32: tokens and flags, for finish.cu
+//   results: as in finish.cu; the records of the sequences that ask for log-probabilities are written
 //   a record: 2 + 2 * MAX_LOG_PROBS words: log-probability of the token (float), its rank, ids of the likeliest, theirs
-//   ticket: one u32, 0 before and after
-#include "sampling.cuh"
-
-constexpr int MAX_LOG_PROBS = 32, RECORD = 2 + 2 * MAX_LOG_PROBS;
-
-// Whether a logit was not finite, or nothing is left
-__device__ __forceinline__ bool is_bad_row(const Quads& quads, u64 best, u64 infinite, int masked) {
-  return !best || masked < 0 || infinite != (u64)(4 * quads.all() - quads.V + masked);
-}
-
-__device__ __forceinline__ int id_of_best(u64 best, int V) {
-  const int id = id_of(best);
-  return id < 0 || id >= V ? 0 : id;  // nothing was finite
-}
+#include "draws.cuh"
 
 // What all blocks of a team know of a row after one pass
 struct Seen {
@@ -124,20 +98,6 @@ __device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, i
 }
 
 // ---- log-probabilities ---------------------------------------------------------------------------------------------
-template <bool RESIDENT>
-__device__ __forceinline__ u64 mass_of_span(const Slice<RESIDENT>& slice, const Rule& rule) {  // of this thread's quads
-  u32 high = 0, low = 0;
-#pragma unroll 2
-  for (int q = slice.begin + slice.lane; q < slice.end; q += 32) {
-    const float4 x = slice.quad(q);
-    add_mass(rule.weight(x.x), high, low);
-    add_mass(rule.weight(x.y), high, low);
-    add_mass(rule.weight(x.z), high, low);
-    add_mass(rule.weight(x.w), high, low);
-  }
-  return joined(high, low);
-}
-
 __device__ __forceinline__ float log_probability(float x, double norm) { return (float)((double)x - norm); }
 
 // The likeliest `count` of the row, written by the team's first block. Returns the norm: logit - norm is the logarithm
@@ -238,120 +198,6 @@ log_probs(const float* logits, const int* targets, int* records, int count, int 
 }
 
 // ---- draws ---------------------------------------------------------------------------------------------------------
-// The token of the slice, of kept mass, in whose interval `threshold` lies; -1 in the blocks that do not have it
-template <bool RESIDENT>
-__device__ __forceinline__ int locate(
-    Team& team, const Slice<RESIDENT>& slice, const Rule& rule, u64 mass_of_thread, u64 random) {
-  Shared& shared = team.shared;
-  const u64 span = warp_sum_u64(mass_of_thread);
-  if (team.lane == 0) shared.spans[team.warp] = span;
-  __syncthreads();
-  const u64 running = warp_running_sum(team.lane < WARPS ? shared.spans[team.lane] : 0, team.lane);
-  const u64 own = __shfl_sync(ALL_LANES, running, WARPS - 1);
-  const u64 (*const blocks)[2] = team.exchange(own, 0);
-  u64 total = 0, before = 0;
-  for (int i = 0; i < team.size; ++i) {
-    if (i < team.rank) before += blocks[i][0];
-    total += blocks[i][0];
-  }
-  u64 threshold = __umul64hi(random, total);
-  if (threshold < before || threshold - before >= own) return -1;
-  threshold -= before;
-  const int index = __ffs(__ballot_sync(ALL_LANES, running > threshold)) - 1;  // the warp whose span has it
-  if (index) threshold -= __shfl_sync(ALL_LANES, running, index - 1);
-  if (team.warp == index && team.lane == 0) {
-    shared.few_count = slice.begin;
-    shared.place = slice.end;
-  }
-  __syncthreads();
-  int begin = shared.few_count;
-  const int end = shared.place;
-#pragma unroll 1
-  while (true) {  // BLOCK quads at a time: one for each thread
-    const int q = begin + threadIdx.x;
-    u64 mass[4] = {0, 0, 0, 0};
-    if (q < end) {
-      const float4 four = slice.quad(q);
-      const float x[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) mass[i] = rule.kept_mass(x[i], slice.id_at(q) + i);
-    }
-    const u64 quad = mass[0] + mass[1] + mass[2] + mass[3];
-    u64 until = warp_running_sum(quad, team.lane);
-    team.flip ^= 1;
-    if (team.lane == 31) shared.partial[team.flip][team.warp] = until;
-    __syncthreads();
-    const u64 warps = warp_running_sum(team.lane < WARPS ? shared.partial[team.flip][team.lane] : 0, team.lane);
-    const u64 before_warp = __shfl_sync(ALL_LANES, warps, max(team.warp - 1, 0));
-    const u64 chunk = __shfl_sync(ALL_LANES, warps, WARPS - 1);
-    if (team.warp) until += before_warp;
-    if (threshold < chunk) {
-      if (until > threshold && until - quad <= threshold) {
-        u64 left = threshold - (until - quad);
-        int place = 0;
-        while (place < 3 && left >= mass[place]) left -= mass[place++];
-        shared.list_count = slice.id_at(q) + place;
-      }
-      __syncthreads();
-      return shared.list_count;
-    }
-    threshold -= chunk;
-    begin += BLOCK;
-  }
-}
-
-template <bool RESIDENT>
-__device__ __forceinline__ int locate(Team& team, const Slice<RESIDENT>& slice, const Rule& rule, u64 random) {
-  u64 mass = 0;
-  slice.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
-  return locate(team, slice, rule, mass, random);
-}
-__device__ __forceinline__ int locate(Team& team, const List& list, const Rule& rule, u64 random) {
-  u64 mass = 0;
-  list.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
-  const u64 threshold = __umul64hi(random, team.block_sum(mass));
-  const u64 key = select(team, list, {rule, BY_ID, false}, {0x80000000u, 0xffffffffu, threshold + 1});
-  return id_of(key);
-}
-
-__device__ __forceinline__ u64 wanted_of(double share, u64 total) {
-  return max((u64)ceil(share * (double)total), (u64)1);
-}
-
-// Filter and draw among the items. has_k: top_k keeps fewer than all. total: mass of all tokens, of rows with top_p but
-// no top_k; else unused. -1 in the blocks that do not know the token.
-template <class Items>
-__device__ __forceinline__ int draw(
-    Team& team, const Items& items, const Rule& rule, const Settings& row, u64 best, bool has_k, u64 total,
-    u64 random) {
-  Edges& edges = team.shared.edges;
-  const u64 lowest = items.lowest_key(team);
-  if (has_k) edges.logit = select(team, items, {rule, BY_LOGIT, true}, {lowest, best, (u64)row.top_k});
-  if (row.top_p < 1.) {
-    if (has_k) {
-      u64 mass = 0;
-      items.each([&](float x, int id) { mass += rule.kept_mass(x, id); });
-      total = team.sum<Items::ALONE>(mass);
-    }
-    const Window window = {max(lowest, edges.logit), best, wanted_of(row.top_p, total)};
-    edges.logit = max(edges.logit, select(team, items, {rule, BY_LOGIT, false}, window));
-  }
-  edges.least = row.least_mass;
-  if (row.typical_p < 1.) {
-    u64 mass = 0, surprise = 0;
-    items.each([&](float x, int id) {
-      mass += rule.kept_mass(x, id);
-      surprise += rule.surprise(x, id);
-    });
-    total = team.sum<Items::ALONE>(mass);
-    surprise = team.sum<Items::ALONE>(surprise);
-    edges.mean = (float)((double)surprise / (double)total);
-    const Window window = {(u64)~0x7f800000u << 32, ~0ull, wanted_of(row.typical_p, total)};
-    edges.typical = select(team, items, {rule, BY_DISTANCE, false}, window);
-  }
-  return locate(team, items, rule, random);
-}
-
 // A token for a row that draws; -1 in the blocks that do not know it
 template <bool RESIDENT>
 __device__ __forceinline__ int choose(
@@ -386,31 +232,6 @@ __device__ __forceinline__ int choose(
     }
   }
   return draw(team, slice, rule, row, seen.best, has_k, total, random);
-}
-
-// A token out of the candidates of scan, by one block
-__device__ __forceinline__ int choose(
-    Team& team, const Settings& row, u64 best, const u64* candidates, int count, bool has_k, u64 random) {
-  constexpr int OF_THREAD = CANDIDATES / BLOCK;
-  u64 keys[OF_THREAD], most = 0;
-#pragma unroll
-  for (int i = 0; i < OF_THREAD; ++i) {
-    const int place = i * BLOCK + threadIdx.x;
-    keys[i] = place < count ? candidates[place] : 0;
-    most = max(most, keys[i]);
-  }
-  int& kept = team.shared.list_count;
-  if (threadIdx.x == 0) kept = 0;
-  __syncthreads();
-  // The floors of the parts are lower than one under all
-  const float own = most ? logit_of(most) : NEGATIVE_INFINITY;
-  const float floor = has_k ? floor_of_largest(own, row.top_k, team.shared.extremes) : -LARGEST_FLOAT;
-#pragma unroll
-  for (int i = 0; i < OF_THREAD; ++i)
-    if (keys[i] && logit_of(keys[i]) >= floor) team.shared.list[atomicAdd((u32*)&kept, 1u)] = keys[i];
-  __syncthreads();
-  const Rule rule(team.shared.edges, logit_of(best), row.temperature);
-  return draw(team, List(team.shared.list, kept), rule, row, best, has_k, 0, random);
 }
 
 template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2) sample(
@@ -450,69 +271,5 @@ template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2) sample(
       outcome[s] = token;
       outcome[capacity + s] = seen.is_bad;
     }
-  }
-}
-
-__global__ void __launch_bounds__(BLOCK, 2) finish(
-    const float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
-    Scan* scans, const u64* candidates, Queue* queue, int* masked, int* failed, int* last_tokens, const int* header,
-    int* outcome, int* results, u32* ticket, int V, int capacity) {
-  DYNAMIC_SHARED(memory);
-  Team team(*(Shared*)memory);
-  if (threadIdx.x == 0) team.shared.edges = {0, 0, 0, 0.f};
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  const int s = blockIdx.x, row = rows[s], is_sampling = samples[s], length = lengths[s], banned = masked[s];
-  const int slot = header[6], step = header[0];
-  const Scan scan = scans[s];
-  int token = -1, has_failed = 0;
-  if (row >= 0) {
-    has_failed = failed[row];
-    const Settings& own = settings[row];
-    int* const history = own.history;
-    if (is_sampling) {
-      if (wanted_of_scan(own, V) < 0 || scan.found > CANDIDATES) {
-        token = outcome[s];
-        has_failed |= outcome[capacity + s];
-      } else {
-        const bool is_bad =
-            is_bad_row(Quads(logits + (i64)s * V, V, 0, 1), scan.best, scan.infinite, own.adjusts ? banned : 0);
-        token = is_bad || own.temperature < GREEDY_BELOW
-                    ? id_of_best(scan.best, V)
-                    : choose(team, own, scan.best, candidates + (i64)s * CANDIDATES, (int)scan.found, has_top_k(own, V),
-                             random_word(own.seed, (u32)length));
-        has_failed |= is_bad;
-      }
-    }
-    if (threadIdx.x == 0) {
-      outcome[s] = token;
-      outcome[capacity + s] = has_failed;
-      failed[row] = 0;
-      if (is_sampling) {
-        last_tokens[row] = token;
-        if (history) history[length] = token;
-        scans[s] = {0, 0, 0};
-        masked[s] = 0;
-      }
-    }
-  }
-  // Who is last brings all to the host, in whole lines, and the step's number after them
-  if (threadIdx.x == 0) {
-    __threadfence();
-    team.shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!team.shared.is_last) return;
-  __threadfence();
-  int* const result = results + (i64)slot * (16 + (2 + RECORD) * capacity);
-  for (int i = threadIdx.x; i < gridDim.x; i += BLOCK) {
-    result[16 + i] = __ldcg(outcome + i);
-    result[16 + capacity + i] = __ldcg(outcome + capacity + i);
-  }
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *(volatile int*)result = step;
-    *ticket = queue->count = 0;
   }
 }

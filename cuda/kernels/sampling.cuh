@@ -1,4 +1,5 @@
-// sampling.cuh: how sample.cu and scan.cu look at a row of logits, by the definition of model/sampler.py.
+// sampling.cuh: how scan.cu, weigh.cu, sample.cu and finish.cu look at a row of logits, by the definition of
+// model/sampler.py.
 //
 // A row is worked on by a TEAM: the blocks of a cluster, each with a slice of the row that it brings into its shared
 // memory once (Hopper), or one block that reads global memory. A block's warps own contiguous spans of its slice.
@@ -49,24 +50,48 @@ __device__ __forceinline__ u64 joined(u32 high, u32 low) { return ((u64)high << 
 
 enum Order { BY_LOGIT, BY_DISTANCE, BY_ID };
 
-// ---- what scan.cu leaves to sample.cu ------------------------------------------------------------------------------
+// ---- what the kernels leave to each other --------------------------------------------------------------------------
 constexpr int CANDIDATES = MAX_TEAM * LIST;
+constexpr int LEVELS = 6;            // of Span
 
 struct alignas(16) Scan {            // of a row, by all its parts
   u64 best;                          // key of the largest logit
   u32 infinite, found;               // logits that are not finite; candidates, also if they are too many
 };
-struct Queue { u32 count; int sequences[1]; };
+struct alignas(16) Span {            // what a warp of weigh.cu has seen
+  u64 mass;
+  float above[LEVELS];               // weights of the tokens no further from the largest logit than each level
+};
+struct Queue {
+  u32 count, weighed;                // sequences for teams; 1: weigh.cu has something to do, 2: its gather too
+  int sequences[1];
+};
 __device__ __forceinline__ void leave_to_team(Queue* queue, int s) { queue->sequences[atomicAdd(&queue->count, 1u)] = s; }
 
+// Room for so many more candidates of a row: the place of the first. Who finds that they are too many tells a team.
+__device__ __forceinline__ u32 reserve(Scan& scan, Queue* queue, int s, u32 more) {
+  const u32 place = atomicAdd(&scan.found, more);
+  if (place <= CANDIDATES && place + more > CANDIDATES) leave_to_team(queue, s);
+  return place;
+}
+
 __device__ __forceinline__ bool has_top_k(const Settings& own, int V) { return own.top_k > 0 && own.top_k < V; }
+
+// Whether a row draws among all its tokens, or among those that a share of their mass leaves: weigh.cu adds it up
+__device__ __forceinline__ bool is_weighed(const Settings& own, int V) {
+  if (own.log_probs >= 0 || own.temperature < GREEDY_BELOW || has_top_k(own, V)) return false;
+  return own.top_p < 1. || (own.least_mass == 0 && own.typical_p >= 1.);
+}
 
 // How many of a row's largest scan puts a floor under; 0: it wants the largest alone; -1: it leaves the row to a team
 __device__ __forceinline__ int wanted_of_scan(const Settings& own, int V) {
   if (own.log_probs >= 0) return -1;
-  if (own.temperature < GREEDY_BELOW) return 0;
+  if (own.temperature < GREEDY_BELOW || is_weighed(own, V)) return 0;
   if (has_top_k(own, V)) return own.top_k <= MANY ? own.top_k : -1;
-  return own.least_mass && own.top_p >= 1. ? 1 : -1;
+  return own.least_mass ? 1 : -1;
+}
+__device__ __forceinline__ u64 wanted_of(double share, u64 total) {
+  return max((u64)ceil(share * (double)total), (u64)1);
 }
 
 // ---- a draw --------------------------------------------------------------------------------------------------------
@@ -234,6 +259,17 @@ struct Team {
     __syncthreads();
     return warp_sum_u64(lane < WARPS ? shared.partial[flip][lane] : 0);
   }
+  // Of x over the threads of the block, this one included; all: over all of them
+  __device__ __forceinline__ u64 running_sum(u64 x, u64& all) {
+    x = warp_running_sum(x, lane);
+    flip ^= 1;
+    if (lane == 31) shared.partial[flip][warp] = x;
+    __syncthreads();
+    const u64 warps = warp_running_sum(lane < WARPS ? shared.partial[flip][lane] : 0, lane);
+    const u64 before = __shfl_sync(ALL_LANES, warps, max(warp - 1, 0));
+    all = __shfl_sync(ALL_LANES, warps, WARPS - 1);
+    return warp ? x + before : x;
+  }
   // Each block gives two words, the same in all its threads, and sees those of all: valid until the exchange after next
   __device__ __forceinline__ const u64 (*exchange(u64 a, u64 b))[2] {
     turn ^= 1;
@@ -270,6 +306,11 @@ struct Quads {
   }
   __device__ __forceinline__ int all() const { return (V + lead + 3) >> 2; }
   __device__ __forceinline__ int id_at(int quad) const { return 4 * (first + quad) - lead; }
+  __device__ __forceinline__ int2 span_of(int warp) const {  // first quad, and the one after the last
+    const int span = (count + WARPS - 1) / WARPS, begin = min(warp * span, count);
+    return {begin, min(begin + span, count)};
+  }
+  __device__ __forceinline__ float4 quad(int quad) const { return fetch(quad); }
   __device__ __forceinline__ float4 fetch(int quad) const {
     const int id = id_at(quad);
     if (id >= 0 && id + 4 <= V) return *(const float4*)(row + id);
@@ -289,9 +330,9 @@ template <bool RESIDENT> struct Slice : Quads {
 
   __device__ __forceinline__ Slice(const Team& team, const float* row, int V)
       : Quads(row, V, team.rank, team.size), lane(team.lane) {
-    const int span = (count + WARPS - 1) / WARPS;
-    begin = min(team.warp * span, count);
-    end = min(begin + span, count);
+    const int2 span = span_of(team.warp);
+    begin = span.x;
+    end = span.y;
     quads = (float4*)(&team.shared + 1);
   }
   __device__ __forceinline__ float4 quad(int quad) const {

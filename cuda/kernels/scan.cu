@@ -6,15 +6,15 @@
 // are not read, but for their first places.
 //
 //   logits [S, V] float32, V <= 2^19; rows, samples [S] and settings [R] as scatter.cu writes them
-//   scans [S]: zero before, and after sample.cu
+//   scans [S]: zero before, and after finish.cu
 //   candidates [S, CANDIDATES]: keys by logit, in any order, of all tokens that may be kept, if they are not too many
-//   queue: the sequences that need a team of sample.cu. Its count is zero before, and after sample.cu
-#include "sampling.cuh"
+//   queue: the sequences that need a team of sample.cu, and whether weigh.cu is needed. Its counts are zero before, and
+//     after finish.cu
+#include "parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4) scan(
     const float* logits, const int* rows, const int* samples, const Settings* settings, Scan* scans, u64* candidates,
     Queue* queue, int V) {
-  constexpr int AT_ONCE = 4, CANDIDATES_OF_PART = 1536;
   __shared__ u64 list[CANDIDATES_OF_PART], maxima[WARPS];
   __shared__ float2 extremes[WARPS];
   __shared__ u32 listed, infinite;
@@ -38,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) scan(
     if (blockIdx.x == 0 && threadIdx.x == 0) leave_to_team(queue, s);
     return;
   }
+  if (wanted == 0 && blockIdx.x == 0 && threadIdx.x == 0 && is_weighed(own, V))
+    atomicOr(&queue->weighed, own.top_p < 1. ? 3u : 1u);
   const float reach = wanted == 0 || has_top_k(own, V) ? 0.f : Rule::reach_of(own.least_mass, own.temperature);
   float best = NEGATIVE_INFINITY, floor = 0.f;
   int best_id = -1;
@@ -94,12 +96,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) scan(
     if (infinite) atomicAdd(&scan.infinite, infinite);
   }
   if (wanted == 0) return;
-  const auto find = [&](u32 more) {  // the place of the first of them
-    const u32 place = atomicAdd(&scan.found, more);
-    if (place <= CANDIDATES && place + more > CANDIDATES) leave_to_team(queue, s);
-    return place;
-  };
-  if (threadIdx.x == 0 && listed > CANDIDATES_OF_PART) find(CANDIDATES + 1);
+  if (threadIdx.x == 0 && listed > CANDIDATES_OF_PART) reserve(scan, queue, s, CANDIDATES + 1);
   raise_floor();
   const int count = min(listed, (u32)CANDIDATES_OF_PART);
   for (int base = 0; base < count; base += BLOCK) {
@@ -107,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) scan(
     const bool stays = candidate && logit_of(candidate) >= floor;
     const u32 lanes = __ballot_sync(ALL_LANES, stays);
     u32 place = 0;
-    if (lane == 0 && lanes) place = find(__popc(lanes));
+    if (lane == 0 && lanes) place = reserve(scan, queue, s, __popc(lanes));
     place = __shfl_sync(ALL_LANES, place, 0) + __popc(lanes & ((1u << lane) - 1));
     if (stays && place < CANDIDATES) candidates[(i64)s * CANDIDATES + place] = candidate;
   }
