@@ -1,19 +1,22 @@
 """The kernels alone, timed inside CUDA graphs over more data than the L2 holds; attention is checked against float64.
 
-    python -m bench.kernels [--quick] [--only cascade,short]        prints tables, and last one line of JSON
+    python -m bench.kernels [--quick] [--only cascade,short] [--plot FILE.svg]    prints tables, last a line of JSON
 
 Times are medians of a graph's replays, divided by its launches. A decode launch reads each key and value once, so its
-time is judged by bytes / what the card streams (the floor); a prefill launch by its arithmetic. Needs a GPU.
+time is judged by bytes / what the card streams (the floor); a prefill launch by its arithmetic. "Share" is that of the
+floor in the time. Needs a GPU.
 """
 
 import argparse
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from bench.graph_timing import graph_us
+from bench.kernel_peers import plot
 from bench.sampling_kernels import measure_sampling
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
@@ -87,6 +90,15 @@ class Measurement:
     floor_us: float
     error: float
     others: dict[str, float] = field(default_factory=dict)  # microseconds of the other ways of filling the card
+
+    @property
+    def share(self) -> float:
+        """Of the floor in the time."""
+        return self.floor_us / self.microseconds
+
+    def numbers(self) -> dict[str, float]:
+        """For the line of JSON."""
+        return {"us": round(self.microseconds, 1), "floor_us": round(self.floor_us, 1), "error": self.error}
 
 
 @dataclass
@@ -319,30 +331,31 @@ Results = dict[str, dict[str, float]]
 
 
 def print_decodes(pool: FramePool, loader: DeviceLoader, results: Results, *, all_shapes: bool) -> None:
-    print(f"{'decode':24} {'us':>8} {'TB/s':>6} {'floor':>8} {'error':>8}   other shapes, us")
+    print(f"{'decode':24} {'us':>8} {'TB/s':>6} {'floor':>8} {'share':>6} {'error':>8}   other shapes, us")
     for name, lengths in DECODES.items():
         row = measure_decode(name, lengths, pool, loader, all_shapes=all_shapes)
         others = "  ".join(f"{label} {us:.1f}" for label, us in row.others.items())
         print(
-            f"{name:24} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} {row.error:8.1e}   {others}",
+            f"{name:24} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} {row.share:6.0%} "
+            f"{row.error:8.1e}   {others}",
             flush=True,
         )
-        results[f"decode {name}"] = {"us": round(row.microseconds, 1), "TB/s": round(row.rate, 2), "error": row.error}
+        results[f"decode {name}"] = row.numbers() | {"TB/s": round(row.rate, 2)}
 
 
 def print_shorts(loader: DeviceLoader, results: Results, *, all_shapes: bool) -> None:
-    print(f"{'short contexts':34} {'us':>8} {'TB/s':>6} {'floor':>8} {'error':>8}   other shapes, us")
+    print(f"{'short contexts':34} {'us':>8} {'TB/s':>6} {'floor':>8} {'share':>6} {'error':>8}   other shapes, us")
     for shape, (heads, kv_heads, head_dim) in SHAPE_HEADS.items():
         pool = random_pool(30_000, kv_heads, head_dim)
         for name, lengths in SHORTS.items():
             row = measure_decode(name, lengths, pool, loader, all_shapes=all_shapes, heads=heads)
             others = "  ".join(f"{label} {us:.1f}" for label, us in row.others.items())
             print(
-                f"{shape + ' ' + name:34} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} "
+                f"{shape + ' ' + name:34} {row.microseconds:8.1f} {row.rate:6.2f} {row.floor_us:8.1f} {row.share:6.0%} "
                 f"{row.error:8.1e}   {others}",
                 flush=True,
             )
-            results[f"short {shape} {name}"] = {"us": round(row.microseconds, 1), "error": row.error}
+            results[f"short {shape} {name}"] = row.numbers()
 
 
 def print_cascades(loader: DeviceLoader, results: Results) -> None:
@@ -359,24 +372,21 @@ def print_cascades(loader: DeviceLoader, results: Results) -> None:
                 f"{prefix:8.1f} {row.floor_us:8.1f} {row.error:8.1e}   {'yes' if pays else 'no'}",
                 flush=True,
             )
-            results[f"cascade {shape} {name}"] = {
-                "us": round(row.microseconds, 1),
-                "plain_us": round(plain, 1),
-                "prefix_us": round(prefix, 1),
-                "error": row.error,
-            }
+            parts = {"plain_us": round(plain, 1), "prefix_us": round(prefix, 1)}
+            results[f"cascade {shape} {name}"] = row.numbers() | parts
 
 
 def print_prefills(pool: FramePool, loader: DeviceLoader, results: Results, *, both: bool) -> None:
-    print(f"{'prefill':24} {'us':>8} {'TF/s':>6} {'floor':>8} {'error':>8}   by mma.sync, us")
+    print(f"{'prefill':24} {'us':>8} {'TF/s':>6} {'floor':>8} {'share':>6} {'error':>8}   by mma.sync, us")
     for name, case in PREFILLS.items():
         row = measure_prefill(name, case, pool, loader, both=both)
         others = "  ".join(f"{us:.1f}" for us in row.others.values())
         print(
-            f"{name:24} {row.microseconds:8.1f} {row.rate:6.0f} {row.floor_us:8.1f} {row.error:8.1e}   {others}",
+            f"{name:24} {row.microseconds:8.1f} {row.rate:6.0f} {row.floor_us:8.1f} {row.share:6.0%} "
+            f"{row.error:8.1e}   {others}",
             flush=True,
         )
-        results[f"prefill {name}"] = {"us": round(row.microseconds, 1), "TFLOP/s": round(row.rate), "error": row.error}
+        results[f"prefill {name}"] = row.numbers() | {"TFLOP/s": round(row.rate)}
 
 
 def print_small(loader: DeviceLoader, results: Results) -> None:
@@ -394,6 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the shape that is chosen by itself, and less data")
     parser.add_argument("--only", default=",".join(TABLES), help=f"which tables, of {', '.join(TABLES)}")
+    parser.add_argument("--plot", type=Path, help="draw a picture of ours beside the peers' (needs matplotlib)")
     arguments = parser.parse_args()
     tables = arguments.only.split(",")
     if not set(tables) <= set(TABLES):
@@ -419,6 +430,8 @@ def main() -> None:
             print(f"{name:44} {us:8.1f} {reads:6.2f}", flush=True)
             results[name] = {"us": round(us, 1), "reads": round(reads, 2)}
     print(json.dumps(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":
