@@ -14,7 +14,7 @@ import torch
 from bench.graph_timing import graph_us
 from cuda.adjust import Adjust
 from cuda.launch import DeviceLoader
-from cuda.sample import Sample, StepResults
+from cuda.sample import Sample, StepResults, are_weighed
 from cuda.scatter import SETTING_WORDS, DeviceState
 from model.cuda_rows import CudaRows
 from model.step_plan import RowSettings, SamplingParameters
@@ -70,8 +70,9 @@ def launch_of(
     given = RowSettings(
         np.arange(batch, dtype=np.int32), [parameters] * batch, np.full(batch, HISTORY // 2, np.int32), histories
     )
-    settings = table.store(given).settings.view(np.int32).reshape(-1, SETTING_WORDS)
-    state.settings.copy_(torch.from_numpy(settings))
+    settings = table.store(given).settings
+    weighs = bool(are_weighed(settings, vocabulary).any())
+    state.settings.copy_(torch.from_numpy(settings.view(np.int32).reshape(-1, SETTING_WORDS)))
     state.rows.copy_(torch.arange(batch))
     state.samples.fill_(1)
     state.lengths.fill_(HISTORY - 1)
@@ -83,7 +84,7 @@ def launch_of(
     def launch(stream: int, i: int) -> None:
         part = parts[i % len(parts)]
         adjust(stream, part, batch)
-        sample(stream, part, adjust.masked, batch)
+        sample(stream, part, adjust.masked, batch, weighs=weighs)
         assert table  # its memory is read
 
     return launch

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cuda.errors import ShapeMismatch
 from cuda.launch import Kernel, KernelLoader, KernelSpec
-from cuda.scatter import DeviceState
+from cuda.scatter import DeviceState, SettingsArray
 from cuda.tensors import check_tensor
-from mm.addresses import Int32Array, Int64Array
+from mm.addresses import BoolArray, Int32Array, Int64Array
 
 THREADS = 256
 FIXED_BYTES = 33_936  # sampling.cuh: Shared
@@ -28,6 +28,7 @@ FEW_SEQUENCES = 32
 """Up to here every row gets the largest team: even so each multiprocessor has two blocks at most."""
 
 MAX_VOCABULARY = 1 << 19
+GREEDY_BELOW = np.float32(1e-5)  # temperatures; sampling.cuh
 RESULT_HEADER_WORDS = 16
 MAX_LIKELIEST = 32
 RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
@@ -154,6 +155,14 @@ def sample_bytes(sequences: int) -> int:
     return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + SPANS * SPAN_WORDS + 3)
 
 
+def are_weighed(settings: SettingsArray, vocabulary: int) -> BoolArray:
+    """(N,) which rows draw among all tokens, or by top-p among them: sampling.cuh, is_weighed."""
+    draws = (settings["temperature"] >= GREEDY_BELOW) & (settings["log_probs"] < 0)
+    has_top_k = (settings["top_k"] > 0) & (settings["top_k"] < vocabulary)
+    is_plain = (settings["least_mass"] == 0) & (settings["typical_p"] >= 1.0)
+    return draws & ~has_top_k & ((settings["top_p"] < 1.0) | is_plain)
+
+
 class Sample:
     """Samples for one DeviceState and vocabulary."""
 
@@ -177,12 +186,15 @@ class Sample:
         self._queue = torch.zeros(2 + state.max_sequences, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __call__(self, stream: int, logits: Tensor, masked: Tensor, padded_sequences: int) -> None:
+    def __call__(
+        self, stream: int, logits: Tensor, masked: Tensor, padded_sequences: int, *, weighs: bool = True
+    ) -> None:
         """Sample for every sequence of the step with samples set, and report the step as done.
 
         logits (padded_sequences, V) float32, row s of sequence s, adjusted; masked (max_sequences,) int32: what
-        cuda.adjust says of them. Rows that do not sample are not read. Every step ends with this call, also one in
-        which nobody samples: it reports the failed flags, and clears them.
+        cuda.adjust says of them. Rows that do not sample are not read. weighs: whether one that does may be among
+        `are_weighed`. Every step ends with this call, also one in which nobody samples: it reports the failed flags,
+        and clears them.
         """
         state, results = self.state, self.results
         check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
@@ -195,14 +207,15 @@ class Sample:
             stream, grid, logits, state.rows, state.samples, state.settings, self._scans,
             self._candidates, self._queue, self.vocabulary,
         )  # fmt: skip
-        self._weigh.launch(
-            stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans, self._queue,
-            self.vocabulary,
-        )  # fmt: skip
-        self._gather.launch(
-            stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans,
-            self._candidates, self._queue, self.vocabulary,
-        )  # fmt: skip
+        if weighs:
+            self._weigh.launch(
+                stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans, self._queue,
+                self.vocabulary,
+            )  # fmt: skip
+            self._gather.launch(
+                stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans,
+                self._candidates, self._queue, self.vocabulary,
+            )  # fmt: skip
         self._sample.launch(
             stream, padded_sequences, logits, state.rows, state.lengths, state.settings, self._queue, masked,
             state.upload, self._outcome, results.tensor, self.vocabulary, results.capacity, in_turn=True,
