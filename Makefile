@@ -23,7 +23,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 export VENV PYTHON TORCH_INDEX
 
-.PHONY: help serve test check format soak bench-cpu bench-mm test-gpu pins clean
+.PHONY: help serve test check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -58,6 +58,9 @@ bench-mm: $(DEV)  ## Time the memory manager alone, beside transformers' paged c
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the Python that PYTHON names (it has torch and cupy)
 	$(PYTHON) -m pytest tests/cuda tests/service/test_golden.py tests/service/test_golden_families.py -m "gpu and not soak" $(ARGS)
+
+sanitize-gpu:  ## Look for bad addresses and races in the kernels, with compute-sanitizer and the Python that PYTHON names
+	PYTHON=$(PYTHON) sh scripts/sanitize.sh
 
 pins: $(DEV)  ## Write what is installed into constraints.txt
 	@sh scripts/pins.sh

@@ -20,6 +20,7 @@ on an H200 (8B shape, microseconds with 0 / 16 / 32): 64 x 300 24.0 / 21.3 / 21.
 UNEVEN_PAGES = 24
 """An item may be so much longer than an even range, and still be left to one block. Measured likewise: 56 pages more (1
 x 1,024) cost 1.8 us, 30 (4 x 600) nothing; with 64 dims, 30 pages gain 0.8 us and 52 (8 x 1,024) 0.1."""
+UNWRITTEN = -1  # the bits of a number that no block has handed to another
 PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
 
 
@@ -77,12 +78,11 @@ class PagedDecode:
         assert blocks <= MAX_BLOCKS
         warps = max(self._blocks(shape) * shape.warps for _, shape in self._shapes)
         self._starts = torch.zeros(2 * warps, 4, dtype=torch.int32, device=device)
-        self._spans = torch.zeros(blocks, 4, dtype=torch.int32, device=device)
+        self._first_parts = torch.zeros(blocks, dtype=torch.int32, device=device)
         self._sequences = torch.zeros(MAX_SEQUENCES, 4, dtype=torch.int32, device=device)
-        self._parts = torch.empty(
-            2 * blocks, self._part_rows, layout.head_dim + PART_PADDING, dtype=torch.float32, device=device
+        self._parts = torch.full(
+            (2 * blocks, self._part_rows, layout.head_dim + PART_PADDING), UNWRITTEN, dtype=torch.int32, device=device
         )
-        self._tickets = torch.zeros(MAX_SEQUENCES * self.items, dtype=torch.int32, device=device)
 
     def plan(
         self, stream: int, page_tables: Tensor, rows: Tensor, lengths: Tensor, *, prefixes: Tensor | None = None
@@ -107,7 +107,7 @@ class PagedDecode:
         self._plan_kernel.launch(
             stream, 1, lengths, rows, prefixes, len(lengths), self.items, self._blocks(shape), shape.warps,
             LEAST_PAGES, self._uneven_pages, self._snap_pages, page_tables.shape[1],
-            self._starts, self._spans, self._sequences,
+            self._starts, self._first_parts, self._sequences,
         )  # fmt: skip
 
     def __call__(
@@ -139,14 +139,14 @@ class PagedDecode:
         shape = self._shape(sequences)
         self._kernels[shape].launch(
             stream, self._blocks(shape), q, out, self.pool.layer_address(layer), page_tables,
-            self._starts, self._spans, self._sequences, prefix_parts, self._parts, self._tickets,
+            self._starts, self._first_parts, self._sequences, prefix_parts, self._parts,
             self._scale, layout.kv_heads, self.splits, self.group, self.per_item,
             q_stride, out_stride, layout.frame_bytes,
         )  # fmt: skip
 
-    def tickets(self) -> Tensor:
-        """The counters that must be zero between launches. For tests."""
-        return self._tickets
+    def is_at_rest(self) -> bool:
+        """Whether no part lies in the workspace: so it must be between launches. For tests."""
+        return bool((self._parts == UNWRITTEN).all())
 
     def _shape(self, sequences: int) -> DecodeShape:
         return next(shape for limit, shape in self._shapes if sequences * self.items <= limit)
@@ -163,4 +163,4 @@ class PagedDecode:
             f"paged_decode<{element_of(layout.dtype)}, {layout.head_dim}, {self._part_rows}, {shape.warps}, {stages}, "
             f"{shape.blocks_per_multiprocessor}>"
         )
-        return KernelSpec(instance, "PPPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)
+        return KernelSpec(instance, "PPPPPPPPPfiiiiqqq", shape.warps * 32, rings + parts, overlap=True)

@@ -2,8 +2,8 @@
 // once a step, for all layers. Blocks have equal ranges, and so have the warps of a block, to a page; but
 //
 // * a block's range begins at the edge of an item if one is at most `snap_pages` away: then nothing of that item is
-//   merged between blocks, which costs a few microseconds at the end of a launch (writes must be seen, an atomic,
-//   reads). A longer range costs only its pages, while the others leave it their bandwidth;
+//   merged between blocks, which costs one to three microseconds at the end of a launch. A longer range costs only its
+//   pages, while the others leave it their bandwidth;
 // * if there is a block for each item, and the longest item is at most `uneven_pages` longer than an even range, every
 //   block takes one item;
 // * a range has at least `least_pages` pages, if there are so many.
@@ -16,8 +16,8 @@
 //                         prefix part, prefix parts)
 //   starts [2 blocks * warps] int4: at 2 w (sequence, item, page, number of pages) of warp w, then its entry of
 //                         `sequences`. Sequence -1: the whole block is idle
-//   spans [blocks] int4   of the item in which a block begins: where its first block puts its part, its last block; and
-//                         the same of the item in which it ends. Not written for idle blocks
+//   first_parts [blocks] int32: where the first block of the item that a block begins in puts its part of it: 2 block if
+//                         it begins with the item, else 2 block + 1. Not written for idle blocks
 // One block of 1024 threads; at most MAX_BLOCKS blocks are given work. Some 2 us.
 #include "common.cuh"
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ int last_before(const int* places, int count, int x) 
 
 extern "C" __global__ void __launch_bounds__(1024)
 decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, int items, int blocks, int warps,
-            int least_pages, int uneven_pages, int snap_pages, int max_pages, int4* starts, int4* spans,
-            int4* sequences) {
+            int least_pages, int uneven_pages, int snap_pages, int max_pages, int4* starts,
+            int* first_parts, int4* sequences) {
   __shared__ int warp_totals[32], first[1025], begins[MAX_BLOCKS + 1];  // on the line: of sequences, of blocks
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
   int4 mine = make_int4(0, 0, 0, 0);
@@ -109,14 +109,12 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
     starts[2 * i] = make_int4(sequence, rest / pages, rest % pages, count);
     starts[2 * i + 1] = sequences[sequence];  // by a thread of this block, before the barriers
   }
-  auto span_of = [&](int line) {
-    const int sequence = last_before(first, B, line), pages = pages_of_sequence(sequence);
-    const int item = line - (line - first[sequence]) % pages, block = last_before(begins, blocks, item);
-    return make_int2(2 * block + (begins[block] == item ? 0 : 1), last_before(begins, blocks, item + pages - 1));
-  };
   for (int block = t; block < blocks; block += 1024) {
-    if (begins[block] == begins[block + 1]) continue;
-    const int2 early = span_of(begins[block]), late = span_of(begins[block + 1] - 1);
-    spans[block] = make_int4(early.x, early.y, late.x, late.y);
+    const int begin = begins[block];
+    if (begin == begins[block + 1]) continue;
+    const int sequence = last_before(first, B, begin);
+    const int item = begin - (begin - first[sequence]) % pages_of_sequence(sequence);
+    const int first_block = last_before(begins, blocks, item);
+    first_parts[block] = 2 * first_block + (begins[first_block] == item ? 0 : 1);
   }
 }

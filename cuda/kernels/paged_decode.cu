@@ -10,12 +10,13 @@
 //
 // A warp runs through its range alone and writes an item that lies in it whole; nobody waits for anybody until the end
 // of the range. Then a block joins the parts of each item that its warps have cut, once; the parts of an item that is
-// cut between blocks go to `parts`, and the last block to deliver one (a ticket) merges them in their order on the
-// line, so two runs of one batch agree bit for bit. Where an item is cut depends on the whole batch: not
-// batch-invariant.
+// cut between blocks go to `parts`, and the block that holds the end of the item merges them in their order on the line,
+// so two runs of one batch agree bit for bit. Where an item is cut depends on the whole batch: not batch-invariant.
 //
-// Merging between blocks costs a few microseconds at the end of a launch: decode_plan.cu, which divides the line,
-// avoids it where it can.
+// A word of `parts` that is UNWRITTEN has not come yet, so no flag, fence or atomic is needed; whoever has read a word
+// takes it away. Blocks wait for blocks of lower numbers only: those have begun before, and wait for nobody else.
+// Merging still costs one to three microseconds at the end of a launch: decode_plan.cu, which divides the line, avoids
+// it where it can.
 //
 // Sequences may begin with pages whose attention was computed before, for many of them at once (shared_prefix in
 // paged_prefill_hopper.cu): those are not on the line, and the warp that holds the first page after them begins with
@@ -27,15 +28,17 @@
 //   q, out [B, H, D] E       token b at q + b * q_stride, out + b * out_stride
 //   layer_pool               frame f of this layer at layer_pool + f * frame_stride bytes: [kv head][K, V][blob]
 //   page_tables [R, max_pages] int32: entries past a sequence's last page are not read
-//   starts, spans, sequences what decode_plan wrote, for this grid
+//   starts, first_parts, sequences  what decode_plan wrote, for this grid
 //   prefix_parts [any, H, D + 8] float32: one row of a part for each query head, its dims in the fragments' order
-//   parts [2 grid, GP, D + 4] float32, tickets [B * items] u32: workspace; tickets are 0 before and after
+//   parts [2 grid, GP, D + 4] float32: workspace, UNWRITTEN before and after
 //   scale                    1 / sqrt(D) * log2(e)
 // Each warp has its own ring of STAGES pages. On Hopper one thread fetches a page's K and V by one bulk copy; elsewhere
 // 32 lanes by cp.async. Bound by bandwidth (4 flop a byte).
 //
 // Overlap with the kernel before (dependent launch): that one may write q, prefix parts and the sequences' last pages,
-// nothing else that is read here; plan and tables must come from kernels that ended before that one began.
+// nothing else that is read here; plan and tables must come from kernels that ended before that one began. The
+// kernel after is let in at once; by long ranges not before a warp's last page is under way, so that it takes no
+// bandwidth from the blocks that come last.
 #include "common.cuh"
 
 struct Cursor {  // a place on the work line, counted from where the warp begins; item = head * splits + split
@@ -70,53 +73,75 @@ struct Line {  // what moving a cursor needs
 // so that a warp that stores fragments meets no bank twice.
 template <int D> constexpr int PART_ROW = D + 4;
 
+// In global memory: not there yet. A NaN that arithmetic does not give (all of its have the bits 0x7fffffff)
+#define UNWRITTEN __uint_as_float(0xffffffffu)
+__device__ __forceinline__ bool is_unwritten(float x) { return __float_as_uint(x) == 0xffffffffu; }
+
 template <class E, int D>
 __device__ __forceinline__ void store_output(E* target, const float (&x)[D / 32], float factor) {
   const u32 low = pack2<E>(x[0] * factor, x[1] * factor);
   if constexpr (D == 128) *(uint2*)target = make_uint2(low, pack2<E>(x[2] * factor, x[3] * factor));
   else *(u32*)target = low;
 }
+// A lane's dims of a part in global memory
 template <int D> __device__ __forceinline__ void load_part(const float* source, float (&x)[D / 32]) {
   if constexpr (D == 128) {
-    const float4 v = __ldcg((const float4*)source);
+    const float4 v = load_handed((const float4*)source);
     x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
   } else {
-    const float2 v = __ldcg((const float2*)source);
+    const float2 v = load_handed((const float2*)source);
     x[0] = v.x, x[1] = v.y;
   }
 }
+template <int D> __device__ __forceinline__ void store_part(float* target, const float (&x)[D / 32]) {
+  if constexpr (D == 128) hand((float4*)target, make_float4(x[0], x[1], x[2], x[3]));
+  else hand((float2*)target, make_float2(x[0], x[1]));
+}
 
-// Merge the parts of one query head of a cut item and write its output: one warp. part(k): the k-th of n, PART_ROW
-// floats
+// Merge the parts of one query head of an item that is cut between blocks, as they come, and write its output: one warp.
+// part(k): the k-th of n, PART_ROW floats
 template <class E, int D, class Part> __device__ __forceinline__ void merge_parts(E* out, int n, int lane, Part part) {
   constexpr int V = D / 32, AT_ONCE = 8;
-  float top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
-  float v[AT_ONCE][V];  // the first ones are on their way while the maxima are: most items have no more
+  float top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {}, nothing[V];
 #pragma unroll
-  for (int k = 0; k < AT_ONCE; ++k) load_part<D>(part(min(k, n - 1)) + lane * V, v[k]);
-  for (int k = lane; k < n; k += 32) top = fmaxf(top, __ldcg(part(k) + D));
-  top = warp_max(top);
-  for (int k0 = 0; k0 < n; k0 += 32) {
-    float weight = 0.f;
-    if (k0 + lane < n) {
-      const float2 top_sum = __ldcg((const float2*)(part(k0 + lane) + D));
-      weight = exp2_fast(top_sum.x - top);
-      sum += weight * top_sum.y;
-    }
-    for (int k = 0; k < 32 && k0 + k < n; k += AT_ONCE) {
-      if (k0 + k) {
+  for (int d = 0; d < V; ++d) nothing[d] = UNWRITTEN;
+  for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
+    float v[AT_ONCE][V], new_top = top;
+    float2 top_sum[AT_ONCE];
+    bool is_missing;
+    do {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) load_part<D>(part(min(k0 + k + i, n - 1)) + lane * V, v[i]);
+      for (int i = 0; i < AT_ONCE; ++i) {  // past the end, the last one once more
+        load_part<D>(part(min(k0 + i, n - 1)) + lane * V, v[i]);
+        top_sum[i] = load_handed((const float2*)(part(min(k0 + i, n - 1)) + D));
       }
+      is_missing = false;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const float w = __shfl_sync(ALL_LANES, weight, k + i);  // 0 past the end
+        is_missing |= is_unwritten(top_sum[i].x) || is_unwritten(top_sum[i].y);
 #pragma unroll
-        for (int d = 0; d < V; ++d) x[d] += w * v[i][d];
+        for (int d = 0; d < V; ++d) is_missing |= is_unwritten(v[i][d]);
       }
+    } while (__any_sync(ALL_LANES, is_missing));
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) new_top = fmaxf(new_top, top_sum[i].x);
+    const float factor = exp2_fast(top - new_top);
+    sum *= factor;
+#pragma unroll
+    for (int d = 0; d < V; ++d) x[d] *= factor;
+    top = new_top;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (k0 + i >= n) continue;
+      const float weight = exp2_fast(top_sum[i].x - top);
+      sum += weight * top_sum[i].y;
+#pragma unroll
+      for (int d = 0; d < V; ++d) x[d] += weight * v[i][d];
+      store_part<D>(part(k0 + i) + lane * V, nothing);
+      if (lane == 0) hand((float2*)(part(k0 + i) + D), make_float2(UNWRITTEN, UNWRITTEN));
     }
   }
-  store_output<E, D>(out + lane * V, x, 1.f / warp_sum(sum));
+  store_output<E, D>(out + lane * V, x, 1.f / sum);
 }
 
 // The state of one warp over one item: attention of 8 rows (query heads), in tensor core fragments. Scores and output
@@ -279,13 +304,15 @@ template <class E, int D> struct Attention {
   }
 };
 
+// A warp's range is long from here on: 24 pages of 128 dims. Measured: docs/decisions/0013
+constexpr int LONG_BYTES = 192 << 10;
+
 // BLOCKS: that a multiprocessor holds; without this bound ptxas aims for more, and spills
 template <class E, int D, int GP, int WARPS, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int4* __restrict__ starts,
-    const int4* __restrict__ spans, const int4* __restrict__ sequences, const float* prefix_parts, float* parts,
-    u32* tickets, float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride,
-    i64 frame_stride) {
+    const int* __restrict__ first_parts, const int4* __restrict__ sequences, const float* prefix_parts, float* parts,
+    float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride, i64 frame_stride) {
   // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
   static_assert(GP * ROW * 4 <= STAGES * STAGE, "a warp's last part lies in its ring");
@@ -293,13 +320,11 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
   // of a warp's parts: (sequence, item, first page, pages behind); sequence -1: none
   __shared__ __align__(16) int4 cuts[WARPS][2];
-  __shared__ int4 span;
-  __shared__ u32 seen[2];
-  allow_next_kernel();
+  __shared__ int first_part;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int4 start = starts[2 * (blockIdx.x * WARPS + warp)];
   const int4 start_facts = starts[2 * (blockIdx.x * WARPS + warp) + 1];
-  const int4 my_span = spans[blockIdx.x];
+  const int my_first_part = first_parts[blockIdx.x];
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE;
   // the part that begins a warp's range has its own place; the one that ends it comes when the ring is empty
   auto part_of = [&](int w, int which) {
@@ -320,6 +345,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     return;
   }
   const Line line = {sequences, kv_heads, splits, start.w};
+  const bool is_long = start.w >= LONG_BYTES / STAGE;
+  if (!is_long) allow_next_kernel();
 
   // ---- the ring: `next` runs STAGES pages ahead; its frame is looked up one page before it is fetched
   auto fetch = [&](const Cursor& c, int frame, int stage) {
@@ -363,7 +390,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     }
     commit();
   }
-  if (tid == 0) span = my_span;
+  if (tid == 0) first_part = my_first_part;
   wait_for_previous_kernel();
 
   const int row = lane >> 2, pair = lane & 3;
@@ -411,6 +438,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
         fetch(next, next_frame, stage);
         line.advance(next, 1);
         next_frame = frame_of(next);
+        if (is_long && next.line >= line.end) allow_next_kernel();
       }
       commit();
       if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -435,7 +463,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
   const int4 cut = lane < 2 * WARPS ? cuts[lane >> 1][lane & 1] : make_int4(-1, 0, 0, 0);
   const u32 present = __ballot_sync(ALL_LANES, cut.x >= 0);
   const u32 firsts = __ballot_sync(ALL_LANES, cut.x >= 0 && (lane == 0 || (lane & 1) || cut.z == 0));
-  int early = -1, late = -1, turn = warp;  // items cut between blocks: the one the block begins in, the one it ends in
+  int turn = warp, ending = -1;  // the item that ends here and began in a block before
   for (u32 left = firsts; left; left &= left - 1, turn += GP) {
     const int begin = __ffs(left) - 1, w = begin >> 1;
     const u32 behind = left & (left - 1), until = behind ? (behind & -behind) - 1 : ALL_LANES;
@@ -444,7 +472,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     const int before = __shfl_sync(ALL_LANES, cut.z, begin), after = __shfl_sync(ALL_LANES, cut.w, end);
     const int head = item / splits, member = (item - head * splits) * per_item, heads = min(per_item, group - member);
     const bool whole = before == 0 && after == 0, is_early = begin == 0;
-    if (!whole) (is_early ? early : late) = sequence * kv_heads * splits + item;
+    if (before && !after) ending = sequence * kv_heads * splits + item;
     for (int r = turn % WARPS; r < heads; r += WARPS) {  // the items' rows are spread over the warps
       float2 top_sum[WARPS];
       float v[WARPS][V], top = NEGATIVE_INFINITY, sum = 0.f, x[V] = {};
@@ -469,35 +497,21 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
         E* const item_out = out + sequence * out_stride + (head * group + member) * D;
         store_output<E, D>(item_out + r * D + lane * V, x, 1.f / sum);
       } else {
-        float* target = parts + ((i64)(2 * blockIdx.x + (is_early ? 0 : 1)) * GP + r) * ROW;
-#pragma unroll
-        for (int i = 0; i < V; i += 2) *(float2*)(target + lane * V + i) = make_float2(x[i], x[i + 1]);
-        if (lane == 0) *(float2*)(target + D) = make_float2(top, sum);
+        float* const target = parts + ((i64)(2 * blockIdx.x + (is_early ? 0 : 1)) * GP + r) * ROW;
+        store_part<D>(target + lane * V, x);
+        if (lane == 0) hand((float2*)(target + D), make_float2(top, sum));
       }
     }
   }
-  if (early < 0 && late < 0) return;
+  if (ending < 0) return;
 
-  // ---- the last block that holds a part of an item joins the blocks' parts
-  __syncthreads();
-  if (lane == 0 && warp < 2) {
-    const int item = warp ? late : early;
-    if (item >= 0) seen[warp] = fetch_add_ordered(tickets + item, 1);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int item = i ? late : early;
-    const int first_part = i ? span.z : span.x, last_block = i ? span.w : span.y, first_block = first_part >> 1;
-    if (item < 0 || seen[i] != (u32)(last_block - first_block)) continue;
-    const int sequence = item / (kv_heads * splits), head = item % (kv_heads * splits) / splits;
-    const int member = item % splits * per_item, heads = min(per_item, group - member);
-    E* const item_out = out + sequence * out_stride + (head * group + member) * D;
-    for (int r = (warp + i * GP) % WARPS; r < heads; r += WARPS) {
-      merge_parts<E, D>(item_out + r * D, last_block - first_block + 1, lane, [&](int k) {
-        return parts + ((i64)(k == 0 ? first_part : 2 * (first_block + k)) * GP + r) * ROW;
-      });
-    }
-    if (tid == 0) tickets[item] = 0;  // for the next launch
+  // ---- and merges the blocks' parts of the item that ends in it
+  const int sequence = ending / (kv_heads * splits), head = ending % (kv_heads * splits) / splits;
+  const int member = ending % splits * per_item, heads = min(per_item, group - member);
+  const int first_block = first_part >> 1, n = blockIdx.x - first_block + 1;
+  for (int r = warp; r < heads; r += WARPS) {
+    merge_parts<E, D>(out + sequence * out_stride + (head * group + member + r) * D, n, lane, [&](int k) {
+      return parts + ((i64)(k == 0 ? first_part : 2 * (first_block + k)) * GP + r) * ROW;
+    });
   }
 }

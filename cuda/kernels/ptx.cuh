@@ -64,11 +64,24 @@ __device__ __forceinline__ uint4 load_ordered(const uint4* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
-// *p += x; returns what was there. What this thread has written, and its block before a barrier, is seen by whoever
-// adds later, and by its block after a barrier
-__device__ __forceinline__ u32 fetch_add_ordered(u32* p, u32 x) {
-  u32 r;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(x) : "memory");
+// Numbers that a block hands to another while both run. Each is seen whole, in no order
+__device__ __forceinline__ void hand(float4* p, float4 x) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(__float_as_uint(x.x)),
+               "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)) : "memory");
+}
+__device__ __forceinline__ void hand(float2* p, float2 x) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
+               ::"l"(p), "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)) : "memory");
+}
+__device__ __forceinline__ float4 load_handed(const float4* p) {
+  float4 r;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ float2 load_handed(const float2* p) {
+  float2 r;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(p) : "memory");
   return r;
 }
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -11,7 +11,7 @@ from paged_cases import attention, either, paged_case, worst_error
 
 from cuda.errors import ShapeMismatch
 from cuda.frames import FrameLayout
-from cuda.paged_decode import BEFORE_HOPPER, FEW, MANY_NARROW, MANY_WIDE, DecodeShape, PagedDecode
+from cuda.paged_decode import BEFORE_HOPPER, FEW, MANY_NARROW, MANY_WIDE, UNWRITTEN, DecodeShape, PagedDecode
 
 LIMIT = 5e-3  # 1e-3 is what rounding to bf16 gives
 EDGES = [1, 16, 17, 0, 15, 33, 300, 31, 32]
@@ -30,21 +30,20 @@ def set_grid(decode: PagedDecode, multiprocessors: int, device: str) -> None:
     decode._multiprocessors = multiprocessors
     blocks = 3 * multiprocessors
     decode._starts = torch.zeros(2 * blocks * 8, 4, dtype=torch.int32, device=device)
-    decode._spans = torch.zeros(blocks, 4, dtype=torch.int32, device=device)
-    decode._parts = torch.empty(2 * blocks, *decode._parts.shape[1:], device=device)
+    decode._first_parts = torch.zeros(blocks, dtype=torch.int32, device=device)
+    decode._parts = torch.full((2 * blocks, *decode._parts.shape[1:]), UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def run(
     device, generator, lengths, *, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, shape=None, blocks=None
 ) -> float:
     """Decode once over random pages; the worst error. Runs twice: the second must agree bit for bit, and leave the
-    counters 0.
+    workspace at rest.
     """
     case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
     decode = PagedDecode(device.loader, case.pool, heads, shape=shape)
     if blocks is not None:
         set_grid(decode, blocks, device.name)  # a grid of any size must do
-    decode._parts.fill_(float("nan"))
     q = torch.randn(len(lengths), heads * head_dim, generator=generator).to(dtype)
     outs = []
     for _ in range(2):
@@ -53,7 +52,7 @@ def run(
         device.synchronize()  # the attention may begin before its predecessor has ended: that must not be the plan
         decode(device.stream, 1, q.to(device.name), out, case.page_tables, len(lengths))
         device.synchronize()
-        assert not decode.tickets().any()
+        assert decode.is_at_rest()
         outs.append(out.cpu())
     present = torch.tensor(lengths) > 0
     assert torch.equal(outs[0][present], outs[1][present])
@@ -113,6 +112,24 @@ def test_every_grid(device, generator, blocks) -> None:
     """However the work is cut among blocks, also with most of them idle, or one item cut into many parts."""
     lengths = [700, 1, 0, 0, 40, 129]
     assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY_NARROW) < LIMIT
+
+
+def test_a_query_that_is_not_finite_stays_in_its_row(device, generator) -> None:
+    """Its parts are NaN, and yet are seen to have come: the launch ends, and leaves its workspace at rest."""
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [700, 40, 129], device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, 4, shape=MANY_NARROW)
+    set_grid(decode, 5, device.name)
+    q = torch.randn(3, 4 * 64, generator=generator).bfloat16()
+    q[0] = torch.nan
+    out = torch.zeros_like(q, device=device.name)
+    decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
+    device.synchronize()
+    decode(device.stream, 0, q.to(device.name), out, case.page_tables, 3)
+    device.synchronize()
+    assert decode.is_at_rest()
+    assert out[0].isnan().all()
+    expected = [attention(q[b].view(1, 4, 64), case.keys[b], case.values[b]) for b in (1, 2)]
+    assert worst_error(out[1:].view(-1, 4, 64), torch.cat(expected)) < LIMIT
 
 
 def blocks_of(decode: PagedDecode, shape: DecodeShape, lengths: list[int]) -> list[dict[int, int]]:
@@ -217,4 +234,4 @@ def test_graph_replays_with_other_lengths(device, generator) -> None:
         ]
         assert worst_error(out.cpu().view(capacity, heads, 128)[present], torch.stack(reference)) < LIMIT
         assert out.cpu()[~present].isnan().all()
-        assert not decode.tickets().any()
+        assert decode.is_at_rest()

@@ -122,14 +122,13 @@ def run(
     outs = []
     for _ in range(2):
         cascade.parts.fill_(torch.nan)
-        decode._parts.fill_(torch.nan)
         out = torch.full_like(q, torch.nan, device=device.name)
         decode.plan(device.stream, case.page_tables, case.rows, case.lengths, prefixes=cascade.prefixes)
         device.synchronize()  # what begins before its predecessor has ended must not follow the plan
         cascade(device.stream, 1, q.to(device.name), case.page_tables)
         decode(device.stream, 1, q.to(device.name), out, case.page_tables, count, prefix_parts=cascade.parts)
         device.synchronize()
-        assert not decode.tickets().any()
+        assert decode.is_at_rest()
         outs.append(out.cpu())
     assert torch.equal(*outs)
     queries = q.view(count, 1, heads, head_dim)

@@ -405,7 +405,20 @@ template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), numb
 inline u16 load_ordered(const u16* p) { return *p; }
 inline u32 load_ordered(const u32* p) { return *p; }
 inline uint4 load_ordered(const uint4* p) { return *p; }
-inline u32 fetch_add_ordered(u32* p, u32 x) { return atomicAdd(p, x); }
+inline void wait_for_handed(const float* p, int count) {  // a word that is not there yet has all bits set
+  for (int i = 0; i < count; ++i)
+    while (__float_as_uint(p[i]) == ~0u) emulator::yield_until_changed((const u32*)(p + i), ~0u);
+}
+inline void hand(float4* p, float4 x) { *p = x; }
+inline void hand(float2* p, float2 x) { *p = x; }
+inline float4 load_handed(const float4* p) {
+  wait_for_handed(&p->x, 4);
+  return *p;
+}
+inline float2 load_handed(const float2* p) {
+  wait_for_handed(&p->x, 2);
+  return *p;
+}
 inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
 
 inline void async_copy_16(u32 target, const void* source) {

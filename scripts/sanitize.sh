@@ -1,0 +1,41 @@
+#!/bin/sh
+# Looks for bad addresses (memcheck) and for races in shared memory (racecheck) in the kernels whose threads hand
+# numbers to each other: compute-sanitizer over small cases of their tests, all files at once. Needs an NVIDIA GPU,
+# compute-sanitizer, and a Python with torch, cupy and pytest.
+#
+#   PYTHON=python3 LIMIT_S=60 sh scripts/sanitize.sh [memcheck] [racecheck]
+#
+# Ends with 1 if a run found something, failed, or took longer than LIMIT_S.
+set -u
+PYTHON=${PYTHON:-python3}
+LIMIT_S=${LIMIT_S:-60}
+[ $# -gt 0 ] || set -- memcheck racecheck
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # a tensor is an allocation of its own: its end is known
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+check() { # file, which of its tests
+    log=$logs/$tool-$1
+    # api errors: the loader asks for a kernel's parameters until there are no more
+    timeout "$LIMIT_S" compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+        --kernel-name-exclude kns=at6native \
+        "$PYTHON" -m pytest "tests/cuda/$1" -m gpu -k "$2" -q -x -p no:cacheprovider >"$log" 2>&1
+    code=$?
+    result=$(grep -E '(passed|failed|error)[^=]* in |SUMMARY' "$log" | tr -s '=\n' '  ')
+    echo "$tool $1: exit $code $result"
+    [ $code -eq 0 ] && return
+    touch "$logs/failed"
+    grep -v '^=========     Host Frame' "$log" | tail -40
+}
+
+for tool; do
+    check test_paged_decode.py "every_grid or (every_group_size and (9-3-64 or 16-2-128)) or (every_shape and few)" &
+    check test_shared_prefix.py "(groups_and_single and 9-3) or a_long_prefix" &
+    check test_thin_linear.py "test_append or a_row_is_the_same" &
+    check test_sample.py "ties_at_the_edge or all_logits_equal or one_block_only or greedy_takes" &
+    check test_adjust.py "adjusted_rows or more_rows" &
+    check test_log_probs.py "sampled_tokens or adjusted_logits" &
+    check test_scatter.py "step" &
+    wait
+done
+[ ! -e "$logs/failed" ]
