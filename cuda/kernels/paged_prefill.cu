@@ -4,10 +4,10 @@
 // A work item is a block of 128 packed rows of one sequence and kv head. Packed row r = token * group + g: the query
 // heads that share a kv head are rows beside each other, so its keys and values are read once for all of them.
 //
-// prefill_plan, once a step for all layers: the list of (sequence, block): long sequences first, and of each its last
-// block first, so that what is taken last is short.
+// prefill_plan, once a step for all layers: the list of (sequence, block), those first that see most keys, so that what
+// is taken last is short. Equal ones in any order.
 //   tokens [S] int32       query tokens of each sequence; 0: none of this kernel's business. At most 1024 sequences
-//   lengths [S] int32      keys of each sequence
+//   lengths [S] int32      keys of each sequence, those of its query tokens too
 //   work [capacity]        (sequence, block), then (-1, 0) to the end. Blocks past the capacity would be lost:
 //                          the caller gives sum(ceil(tokens * group / 128)) or more
 //   work_count [1]         how many of them are work
@@ -20,44 +20,58 @@
 #include "common.cuh"
 
 constexpr int ROWS = 128, TILE = 64, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 256;
+constexpr int PLAN_THREADS = 1024;
+constexpr int LENGTHS = 1024, LENGTH_KEYS = 128;  // blocks are told apart by the tiles of Hopper that they see
 
-extern "C" __global__ void __launch_bounds__(1024)
-prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work, int* work_count, int capacity) {
-  __shared__ int warp_totals[32], first[1025], keys[1024], order[1024];
-  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  keys[t] = t < S && tokens[t] ? lengths[t] : 0;
-  order[t] = -1;
-  __syncthreads();
-  if (keys[t]) {
-    int rank = 0;
-    for (int other = 0; other < S; ++other) {
-      rank += keys[other] > keys[t] || (keys[other] == keys[t] && other < t);
-    }
-    order[rank] = t;
-  }
-  __syncthreads();
-  int sum = order[t] >= 0 ? (tokens[order[t]] * group + ROWS - 1) / ROWS : 0;
+// Sums of the values of all threads up to each
+__device__ __forceinline__ int block_scan(int value, int* warp_totals) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
-    const int other = __shfl_up_sync(ALL_LANES, sum, offset);
-    if (lane >= offset) sum += other;
+    const int other = __shfl_up_sync(ALL_LANES, value, offset);
+    if (lane >= offset) value += other;
   }
-  if (lane == 31) warp_totals[warp] = sum;
+  if (lane == 31) warp_totals[warp] = value;
   __syncthreads();
-  for (int w = 0; w < warp; ++w) sum += warp_totals[w];
-  first[t + 1] = sum;
+  for (int w = 0; w < warp; ++w) value += warp_totals[w];
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work, int* work_count, int capacity) {
+  __shared__ int warp_totals[2][32], first[1025];
+  __shared__ u32 places[LENGTHS];  // of each length, the longest first: its blocks, then the place of the next
+  const int t = threadIdx.x;
+  places[t] = 0;
+  first[t + 1] = block_scan(t < S ? (tokens[t] * group + ROWS - 1) / ROWS : 0, warp_totals[0]);
   if (t == 0) first[0] = 0;
   __syncthreads();
-  if (t == 0) *work_count = min(first[1024], capacity);
-  for (int i = t; i < capacity; i += 1024) {
-    int low = 0, high = 1024;  // the last place whose sequence's blocks begin at or before i
+  const int count = min(first[1024], capacity);
+  auto block_of = [&](int i) {  // the i-th of all: (sequence, block)
+    int low = 0, high = 1024;   // the last sequence whose blocks begin at or before i
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
       if (first[middle] <= i) low = middle;
       else high = middle;
     }
-    work[i] = i < first[1024] ? make_int2(order[low], first[low + 1] - 1 - i) : make_int2(-1, 0);
+    return make_int2(low, i - first[low]);
+  };
+  auto length_of = [&](int2 block) {  // 0: the longest, and all that are longer
+    const int seen = lengths[block.x] - tokens[block.x] + min((block.y * ROWS + ROWS - 1) / group, tokens[block.x] - 1);
+    return LENGTHS - 1 - min(seen / LENGTH_KEYS, LENGTHS - 1);
+  };
+  for (int i = t; i < count; i += PLAN_THREADS) atomicAdd(&places[length_of(block_of(i))], 1u);
+  __syncthreads();
+  const int mine = places[t];
+  const int end = block_scan(mine, warp_totals[1]);
+  places[t] = end - mine;
+  __syncthreads();
+  for (int i = t; i < count; i += PLAN_THREADS) {
+    const int2 block = block_of(i);
+    work[atomicAdd(&places[length_of(block)], 1u)] = block;
   }
+  for (int i = count + t; i < capacity; i += PLAN_THREADS) work[i] = make_int2(-1, 0);
+  if (t == 0) *work_count = count;
 }
 
 template <class E, int D>

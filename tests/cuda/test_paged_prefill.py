@@ -99,13 +99,20 @@ def test_nothing_to_do_touches_nothing(device, generator, portable) -> None:
 
 
 def test_long_work_comes_first(device, generator) -> None:
-    """Sequences by their keys, equal ones in their order, and the last block of each first."""
+    """Every block once, in the order of the tiles of 128 keys that it sees."""
     case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
-    prefill = PagedPrefill(device.loader, case.pool, 4, max_tokens=512)
-    tokens, lengths = torch.tensor([[70, 0, 3, 33, 1], [70, 900, 400, 33, 400]], dtype=torch.int32, device=device.name)
-    prefill.plan(device.stream, tokens, lengths, 12)
+    heads, chunks = 4, [(70, 70), (0, 900), (3, 400), (33, 33), (1, 400), (300, 300), (2, 200_000), (1, 300_000)]
+    tokens, lengths = torch.tensor(chunks, dtype=torch.int32, device=device.name).T.contiguous()
+    blocks = [(s, b) for s, (new, _) in enumerate(chunks) for b in range(-(-new * heads // 128))]
+    prefill = PagedPrefill(device.loader, case.pool, heads, max_tokens=512)
+    prefill.plan(device.stream, tokens, lengths, len(blocks) + 3)
     device.synchronize()
-    assert prefill.work().tolist() == [[2, 0], [4, 0], [0, 2], [0, 1], [0, 0], [3, 1], [3, 0]]
+    work = [tuple(item) for item in prefill.work().tolist()]
+    assert sorted(work) == blocks
+    seen = [chunks[s][1] - chunks[s][0] + min((b * 128 + 127) // heads, chunks[s][0] - 1) for s, b in work]
+    tiles = [min(last // 128, 1023) for last in seen]
+    assert tiles == sorted(tiles, reverse=True)
+    assert len(set(tiles)) > 3
 
 
 @pytest.mark.gpu
