@@ -1,20 +1,22 @@
 """The command `pagewalk bench NAME`: one module of this package a name.
 
-throughput, latency, steady   the engine without HTTP (bench/offline.py)
+throughput, latency, steady,
+gaps                          the engine without HTTP (bench/offline.py)
 kernels                       the CUDA kernels alone
 thin                          the products of few rows, beside cuBLAS
 swap                          copies to host memory, and a workload in a pool that is too small
 peers                         every workload that a peer's numbers exist for, in one table
 cpu                           the whole server beside transformers, on the CPU
 mm                            the memory manager alone, beside transformers' paged cache
+long_run                      a mixed load for minutes or hours: what must not grow does not
 simulate                      a workload replayed against memory: waste, sharing, swap over time
 """
 
 import importlib
 import sys
 
-OFFLINE = ("throughput", "latency", "steady")
-MODULES = ("kernels", "thin", "swap", "peers", "cpu", "mm", "simulate")
+OFFLINE = ("throughput", "latency", "steady", "gaps")
+MODULES = ("kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
 
 
 def main(arguments: list[str]) -> int:

@@ -3,12 +3,14 @@
     pagewalk bench throughput --workload chat-1000 --shape 8b       all requests of a workload at once
     pagewalk bench latency --shape smol                             one request at a time
     pagewalk bench steady --shape smol --sequences 1,64,256,1024    host and device time of a decode step
+    pagewalk bench gaps --shape 8b --max-itl-ms 20                  long prompts that come while others decode
 
 Each prints one JSON line last. `--shape` is a network with random weights; `--model` a real one.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import tempfile
@@ -72,8 +74,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "tiny": LLAMA
+    | {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
 }
-"""config.json of the shapes that floors and peers' numbers exist for."""
+"""config.json of the shapes that floors and peers' numbers exist for; tiny: to see the engine work anywhere."""
 
 
 class Receiver:
@@ -138,6 +151,16 @@ class StepLog:
             if us
         }
 
+    def gaps_ms(self) -> dict[str, float]:
+        """Between two tokens of a Sequence: median, 99th percentile, longest."""
+        gaps = np.concatenate([report.gaps_s for report in self.reports]) * 1e3
+        gaps = gaps[~np.isnan(gaps)]
+        return {
+            "p50": round(float(np.median(gaps)), 3),
+            "p99": round(float(np.quantile(gaps, 0.99)), 3),
+            "max": round(float(gaps.max()), 3),
+        }
+
 
 class Runner:
     """One assembled engine that benchmarks are run on, one after the other."""
@@ -157,10 +180,12 @@ class Runner:
         *,
         prefix_cache: bool = False,
         separate: bool = False,
+        arrivals_s: list[float] | None = None,
     ) -> float:
-        """All items at once, to their full lengths, with nothing cached before; returns seconds.
+        """All items, to their full lengths, with nothing cached before; returns seconds.
 
-        separate: the n choices of an item are requests of their own, which share nothing.
+        separate: the n choices of an item are requests of their own, which share nothing. arrivals_s: when each item
+        comes, ascending; None: all at once.
         """
         memory = self.assembly.engine.scheduler.memory
         memory.drop_caches()
@@ -168,7 +193,9 @@ class Runner:
         self.log.reports.clear()
         before = memory.counters()
         started = time.perf_counter()
-        for item in items:
+        for item, arrival_s in zip(items, arrivals_s or [0.0] * len(items), strict=True):
+            if (early_s := arrival_s - (time.perf_counter() - started)) > 0:
+                await asyncio.sleep(early_s)
             first = self._next_id + 1
             self._next_id += item.n
             ids = list(range(first, first + item.n))
@@ -222,12 +249,15 @@ async def started(args: argparse.Namespace) -> AsyncIterator[tuple[Runner, dict[
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             swap_memory_bytes=args.swap_memory_bytes,
             shared_prefixes=args.shared_prefixes,
+            max_itl_ms=args.max_itl_ms,
         )
         log = StepLog()
         began = time.perf_counter()
         assembly = assemble(settings, folder, log, thin_rows=args.thin_rows)
     runner = Runner(assembly, log)
     assembly.engine.open()
+    gc.collect()
+    gc.freeze()  # as the server does
     loop = asyncio.create_task(assembly.engine.run())
     try:
         yield (
@@ -274,6 +304,7 @@ async def throughput(runner: Runner, args: argparse.Namespace) -> dict[str, Any]
         "output_tok_s": round(output / middle, 1),
         "total_tok_s": round((output + prompts) / middle, 1),
         "steps": len(runner.log.reports),
+        "gaps_ms": runner.log.gaps_ms(),
         "separate": args.separate,
         "saved_pct": round(runner.saved_pct, 1),
         "prefix_cache": args.prefix_cache,
@@ -333,7 +364,8 @@ async def steady(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
 async def device_share(runner: Runner, items: list[workload.Item], sampling: SamplingParameters) -> dict[str, Any]:
     """Where a decode step's time goes on the device, in the middle of a run, from the profiler's records.
 
-    idle_share: of the time, that no kernel ran; kernels: a step; top_us: time a step in the kernels that take most.
+    idle_share: of the time, that no kernel ran; host_share: of the time, that passed before a step's upload began, so
+    that the device waited for the host; kernels: a step; top_us: time a step in the kernels that take most.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -350,14 +382,15 @@ async def device_share(runner: Runner, items: list[workload.Item], sampling: Sam
         torch.cuda.synchronize()
     await task
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, "HtoD" in event.name)
         for event in recorded.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
     middle = [span for span in spans if spans[0][0] + 1000 < span[0]]
-    busy, reached = 0.0, middle[0][0]
-    for start, end in middle:
+    busy, waited, reached = 0.0, 0.0, middle[0][0]
+    for start, end, is_upload in middle:
         busy += max(0.0, end - max(start, reached))
+        waited += max(0.0, start - reached) if is_upload else 0.0
         reached = max(reached, end)
     times: dict[str, float] = {}
     for event in recorded.events():
@@ -368,12 +401,41 @@ async def device_share(runner: Runner, items: list[workload.Item], sampling: Sam
     top = sorted(times.items(), key=lambda item: -item[1])[:8]
     return {
         "idle_share": round(1 - busy / (reached - middle[0][0]), 4),
+        "host_share": round(waited / (reached - middle[0][0]), 4),
         "kernels": round(len(spans) / max(steps, 1)),
         "top_us": {name: round(us / max(steps, 1), 1) for name, us in top},
     }
 
 
-BENCHES = {"throughput": throughput, "latency": latency, "steady": steady}
+async def gaps(runner: Runner, args: argparse.Namespace) -> dict[str, Any]:
+    """Long prompts that come while others decode: what it does to the gaps between tokens, and to the prompts."""
+    vocabulary = runner.assembly.config.vocabulary
+    count, length = int(args.sequences.split(",")[0]), int(args.prompt_lens.split(",")[-1])
+    decodes = [
+        workload.Item(workload.random_ids(i, args.context, vocabulary), args.output_len, 1) for i in range(count)
+    ]
+    prompts = [workload.Item(workload.random_ids(1000 + i, length, vocabulary), 2, 1) for i in range(args.prompts)]
+    arrivals = [0.0] * count + [args.apart * (1 + i) for i in range(args.prompts)]
+    runs = []
+    for _ in range(args.repeat):
+        began = time.perf_counter()
+        seconds = await runner.run(decodes + prompts, SamplingParameters(temperature=0.0), arrivals_s=arrivals)
+        last = sorted(runner.receiver.first_s)[count:]
+        waits = [runner.receiver.first_s[number] - began for number in last]
+        first_ms = [(wait - at) * 1e3 for wait, at in zip(waits, arrivals[count:], strict=True)]
+        chunks = [r.prefill_tokens for r in runner.log.reports if r.prefill_tokens and r.decode_tokens]
+        runs.append(
+            {
+                "seconds": round(seconds, 3),
+                "gaps_ms": runner.log.gaps_ms(),
+                "first_token_ms": round(statistics.median(first_ms), 1),
+                "chunk_p50": int(np.median(chunks)) if chunks else 0,
+            }
+        )
+    return {"max_itl_ms": args.max_itl_ms, "decodes": count, "prompts": args.prompts, "prompt": length, "runs": runs}
+
+
+BENCHES = {"throughput": throughput, "latency": latency, "steady": steady, "gaps": gaps}
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -396,6 +458,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shared-prefixes", choices=("auto", "off"), default="auto", help="as for pagewalk serve")
     parser.add_argument("--swap-memory-bytes", type=int)
+    parser.add_argument("--max-itl-ms", type=float, help="as for pagewalk serve")
     parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
     parser.add_argument("--limit", type=int, help="only the first rows of the workload")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -403,7 +466,11 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--prompt-lens", default="128,512,2048", help="of the latency bench, in tokens")
     parser.add_argument("--output-len", type=int, default=128, help="of the latency bench, in tokens")
-    parser.add_argument("--sequences", default="1,64,256,1024", help="batch sizes of the steady bench")
+    parser.add_argument("--sequences", default="1,64,256,1024", help="batch sizes of the steady bench; gaps: the first")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="of the gaps bench: long ones, of the last --prompt-lens"
+    )
+    parser.add_argument("--apart", type=float, default=0.3, help="of the gaps bench: seconds between two long prompts")
     parser.add_argument("--thin-rows", type=int, help="GPU steps of so many tokens take the thin kernels; 0: none does")
     parser.add_argument("--context", type=int, default=128, help="prompt length of the steady bench, in tokens")
     return parser

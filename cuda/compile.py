@@ -6,6 +6,8 @@ This file owns the cache. Its key covers everything that decides the code: text 
 because an include that is only named does not change a hash), options, architecture, instances and NVRTC's version. An
 entry is a folder that appears by one rename, so a reader sees all of it or nothing, and two writers cannot mix.
 
+NVRTC works on one program at a time in a process, so several are compiled by several processes (`build_apart`).
+
 Compiling needs neither a driver nor a GPU nor a CUDA toolkit: the kernels include nothing but files of this project.
 """
 
@@ -14,6 +16,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +30,7 @@ from cuda.errors import CompileError
 KERNELS = (
     Path(__file__).parent / "kernels"
 )  # never importlib.resources.files("cuda"): that finds NVIDIA's part of the name
+CUBIN, ABOUT = "kernels.cubin", "build.json"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what the tests compile for: Ampere, Ada, Hopper
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
@@ -100,22 +105,62 @@ def build(file: str, instances: Sequence[str], architecture: str, *, cache_folde
     instances: names of kernels, templates with their arguments: "decode_plan", "paged_decode<bf16, 128, 4, 4, 3, 2>".
     Raises: CompileError with NVRTC's log.
     """
-    text = read_source(file)
-    options = ["-std=c++17", f"-arch={architecture}", "--ptxas-options=-v"]
-    key = json.dumps([text, options, sorted(instances), nvrtc.nvrtcVersion()[1:]])
-    entry = (
-        cache_folder or default_cache_folder()
-    ) / f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    cubin, about = entry / "kernels.cubin", entry / "build.json"
-    if not about.exists():
-        code, names, log = _compile(file, text, instances, options)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".tmp-") as scratch:
-            (Path(scratch) / cubin.name).write_bytes(code)
-            (Path(scratch) / about.name).write_text(json.dumps({"names": names, "log": log}), encoding="utf-8")
-            _publish(Path(scratch), entry)
-    facts = json.loads(about.read_text(encoding="utf-8"))
-    return Build(cubin, facts["names"], facts["log"])
+    wanted = _Wanted.of(file, instances, architecture, cache_folder)
+    if (found := wanted.found()) is not None:
+        return found
+    code, names, log = _compile(file, wanted.text, instances, wanted.options)
+    entry = wanted.entry
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".tmp-") as scratch:
+        (Path(scratch) / CUBIN).write_bytes(code)
+        (Path(scratch) / ABOUT).write_text(json.dumps({"names": names, "log": log}), encoding="utf-8")
+        _publish(Path(scratch), entry)
+    return wanted.read()
+
+
+def cached(file: str, instances: Sequence[str], architecture: str, *, cache_folder: Path | None = None) -> Build | None:
+    """What `build` would return at once, or None: it would have to compile."""
+    return _Wanted.of(file, instances, architecture, cache_folder).found()
+
+
+def build_apart(file: str, instances: Sequence[str], architecture: str, *, cache_folder: Path | None = None) -> Build:
+    """`build` by a process of its own, for which the calling thread waits."""
+    folder = cache_folder or default_cache_folder()
+    paths = [str(KERNELS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "cuda.compile", str(folder), architecture, file, *instances],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise CompileError(ended.stderr.strip() or f"{file}: the compiling process ended with {ended.returncode}")
+    return build(file, instances, architecture, cache_folder=folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is to be built, and where the cache has it."""
+
+    text: str
+    options: tuple[str, ...]
+    entry: Path
+
+    @classmethod
+    def of(cls, file: str, instances: Sequence[str], architecture: str, cache_folder: Path | None) -> "_Wanted":
+        text = read_source(file)
+        options = ("-std=c++17", f"-arch={architecture}", "--ptxas-options=-v")
+        key = json.dumps([text, options, sorted(instances), nvrtc.nvrtcVersion()[1:]])
+        name = f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+        return cls(text, options, (cache_folder or default_cache_folder()) / name)
+
+    def found(self) -> Build | None:
+        return self.read() if (self.entry / ABOUT).exists() else None
+
+    def read(self) -> Build:
+        facts = json.loads((self.entry / ABOUT).read_text(encoding="utf-8"))
+        return Build(self.entry / CUBIN, facts["names"], facts["log"])
 
 
 def _publish(scratch: Path, entry: Path) -> None:
@@ -128,7 +173,7 @@ def _publish(scratch: Path, entry: Path) -> None:
     try:
         ready.rename(entry)
     except OSError:
-        if not (entry / "build.json").exists():
+        if not (entry / ABOUT).exists():
             raise
 
 
@@ -163,3 +208,18 @@ def _text_of(size: tuple[Any, ...], read: Any, program: Any) -> str:
     text = b" " * _checked(size)
     _checked(read(program, text))
     return text.decode(errors="replace").rstrip("\0 \n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """FOLDER ARCHITECTURE FILE INSTANCE...: the process of `build_apart`; returns its exit code."""
+    folder, architecture, file, *instances = arguments
+    try:
+        build(file, instances, architecture, cache_folder=Path(folder))
+    except CompileError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -12,17 +12,19 @@ before it returns: else the kernel after it could overtake the one before it.
 """
 
 import ctypes
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cuda.compile import build
+from cuda.compile import Build, build_apart, cached
 from cuda.errors import DriverError, UnsupportedDevice
 
 Grid = int | tuple[int, int] | tuple[int, int, int]
@@ -54,7 +56,10 @@ class KernelSpec:
 class Kernel(Protocol):
     """Something that can be launched."""
 
-    clusters_at_once: int  # how many of them the device holds; of a kernel without: of no meaning
+    @property
+    def clusters_at_once(self) -> int:
+        """How many of its clusters the device holds; of a kernel without: of no meaning."""
+        ...
 
     def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
         """Enqueue on the raw `stream`. The caller keeps the memory of tensors and addresses alive."""
@@ -196,8 +201,32 @@ class DeviceKernel:
         )
 
 
+class AwaitedKernel:
+    """A kernel that is still being compiled: who needs it waits."""
+
+    def __init__(self, build: Future[Build], load: Callable[[Build], DeviceKernel]) -> None:
+        self._build, self._load = build, load
+        self._kernel: DeviceKernel | None = None
+
+    @property
+    def clusters_at_once(self) -> int:
+        return self.loaded().clusters_at_once
+
+    def launch(self, stream: int, grid: Grid, *arguments: Argument) -> None:
+        (self._kernel or self.loaded()).launch(stream, grid, *arguments)
+
+    def loaded(self) -> DeviceKernel:
+        """Raises CompileError."""
+        if self._kernel is None:
+            self._kernel = self._load(self._build.result())
+        return self._kernel
+
+
 class DeviceLoader:
-    """Kernels for one device, compiled at first use and cached on disk (see compile.py)."""
+    """Kernels for one device, compiled at first use and cached on disk (see compile.py).
+
+    What is not in the cache is compiled by as many processes as there are cores, while launchers ask for more.
+    """
 
     def __init__(self, device_index: int = 0, *, cache_folder: Path | None = None) -> None:
         properties = torch.cuda.get_device_properties(device_index)
@@ -210,18 +239,47 @@ class DeviceLoader:
         suffix = "a" if self.capability >= 90 else ""  # Hopper's own instructions exist in the "a" form only
         self.architecture = f"sm_{self.capability}{suffix}"
         self._cache_folder = cache_folder
+        self._awaited: list[AwaitedKernel] = []
+        self._builds: list[Future[Build]] = []
+        self._compilers: ThreadPoolExecutor | None = None
 
     def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
-        import cupy  # loads cubins; its import starts nothing, but it is not there on machines without CUDA
-
-        instances = dict.fromkeys(spec.instance for spec in specs)  # one may be wanted with several clusters
-        built = build(file, list(instances), self.architecture, cache_folder=self._cache_folder)
+        instances = list(dict.fromkeys(spec.instance for spec in specs))  # one may be wanted with several clusters
         if self.capability < 90:
             specs = [replace(spec, overlap=False) for spec in specs]
-        module = cupy.RawModule(path=str(built.cubin))
-        return [
-            DeviceKernel(module.get_function(built.names[spec.instance]).kernel.ptr, spec, module) for spec in specs
-        ]
+        built = cached(file, instances, self.architecture, cache_folder=self._cache_folder)
+        if built is not None:
+            return [_load(spec, built) for spec in specs]
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
+        build = self._compilers.submit(build_apart, file, instances, self.architecture, cache_folder=self._cache_folder)
+        self._builds.append(build)
+        awaited = [AwaitedKernel(build, partial(_load, spec)) for spec in specs]
+        self._awaited += awaited
+        return list(awaited)
+
+    def finish(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Wait until all that was asked for is compiled, and load it: report(done, total) cubins. Raises CompileError.
+
+        Without this a kernel is waited for at its first launch.
+        """
+        for done, build in enumerate(as_completed(self._builds), start=1):
+            build.result()
+            if report is not None:
+                report(done, len(self._builds))
+        for kernel in self._awaited:
+            kernel.loaded()
+        self._builds, self._awaited = [], []
+        if self._compilers is not None:
+            self._compilers.shutdown()
+            self._compilers = None
+
+
+def _load(spec: KernelSpec, built: Build) -> DeviceKernel:
+    import cupy  # loads cubins; its import starts nothing, but it is not there on machines without CUDA
+
+    module = cupy.RawModule(path=str(built.cubin))
+    return DeviceKernel(module.get_function(built.names[spec.instance]).kernel.ptr, spec, module)
 
 
 @cache

@@ -131,6 +131,10 @@ class CpuExecutor:
         """Tickets of swap orders that have ended, and whether they succeeded."""
         return [self._moved.popleft() for _ in range(len(self._moved))]
 
+    def use_idle_time(self) -> bool:
+        """There is nothing to make ready."""
+        return False
+
     def close(self) -> None:
         """Finish what is enqueued, then end the thread. Idempotent."""
         self._store.close()

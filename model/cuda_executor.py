@@ -5,8 +5,8 @@
                                                    └──── one graph, of a step that is not large ────┘
 
 A batch is *persistent*: page tables, last tokens and settings stay on the device by row. A step brings what changed in
-one upload. A step replays a graph captured for the next larger sizes; large ones, and those that score a prompt's
-tokens, are launched kernel by kernel.
+one upload. A step replays a graph captured for the next larger sizes (step_graphs.py); large ones, and those that score
+a prompt's tokens, are launched kernel by kernel.
 
 Trap: everything is enqueued on one stream of this executor's own; it becomes the submitting thread's current stream.
 """
@@ -36,6 +36,8 @@ from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import OutOfDeviceMemory
 from model.kernels import SCORED_AT_ONCE
 from model.parameters import Parameters
+from model.start_report import StartReport, Unreported
+from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, ladder
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.swap_mover import SwapMover
 from model.transformer import forward
@@ -50,43 +52,9 @@ once: then they go ahead, by an ordinary copy."""
 RESERVE_BYTES = 1 << 30
 """Left free for cuBLAS workspaces, those of ThinLayers (some 20 MB), graphs and the driver."""
 
-GRAPH_SIZES: tuple[int, ...] = (
-    1,
-    2,
-    4,
-    6,
-    8,
-    12,
-    16,
-    20,
-    24,
-    28,
-    32,
-    40,
-    48,
-    56,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-)
-GRAPH_SIZES += (320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
-"""Batch sizes that decode graphs are captured for. A batch is padded up to the next: at most a quarter, above 32."""
 
-CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
-CASCADE_SIZES += (320, 384, 448, 512, 640, 768, 896, 1024)
-"""Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
-without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
-
-MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-MIXED_SEQUENCES = (8, 64, 256)
-"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
-computes long enough for the host to launch it kernel by kernel."""
+CAPTURE_S = 2.0
+"""How long a start captures graphs. On an H200 all 76 take a second at most, 6 to 12 ms each."""
 
 
 @dataclass(slots=True)
@@ -310,6 +278,7 @@ class CudaExecutor:
         swap_bytes: int = 0,
         graphs: bool = True,
         thin_rows: int | None = None,
+        report: StartReport | None = None,
     ) -> None:
         """max_running: Sequences in a step; max_rows: those, and the ones that are swapped out. frames: of the pool;
         None: as `utilization` of the device's memory holds and max_rows x max_pages can use. swap_bytes: of the swap
@@ -317,7 +286,9 @@ class CudaExecutor:
 
         Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
         """
+        report = report or Unreported()
         device = parameters.embedding.device
+        loader = DeviceLoader(device.index or 0)
         self.vocabulary = config.vocabulary
         self.stream = torch.cuda.Stream(device)
         self._raw_stream = int(self.stream.cuda_stream)
@@ -326,7 +297,7 @@ class CudaExecutor:
             self._program = DeviceProgram(
                 config,
                 parameters,
-                DeviceLoader(self._device_index),
+                loader,
                 frames=frames,
                 utilization=utilization,
                 max_running=max_running,
@@ -341,13 +312,17 @@ class CudaExecutor:
             self.slots = min(swap_bytes // self.frame_bytes, self.frames)
             self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
             self._mover = SwapMover(self._program.pool, self._store)
-            self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by sequences, ascending
-            self._cascade_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # likewise, for decodes with groups
-            self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (tokens, sequences), ascending
+            report.ended("memory")
+            loader.finish(lambda done, total: report.progress("kernels", done, total))
+            report.ended("kernels")
             self._warm_up(max_running)
-            if graphs:
-                self._capture(max_running)
+            report.ended("first step")
+            self._graph_memory: Any = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
+            has_cascade = self._program.kernels.shared_prefix is not None
+            sizes = ladder(max_running=max_running, max_tokens=self._program.max_tokens, has_cascade=has_cascade)
+            self._graphs = StepGraphs(sizes if graphs else iter(()), self._captured, seconds=CAPTURE_S)
             self.stream.synchronize()
+            report.ended("graphs")
 
     def submit(self, plan: StepPlan) -> CudaTicket:
         """Enqueue one step and return at once."""
@@ -382,20 +357,27 @@ class CudaExecutor:
         self._store.close()
         self._mover.close()
         self.stream.synchronize()
-        self._decode_graphs.clear()
-        self._cascade_graphs.clear()
-        self._mixed_graphs.clear()
+        self._graphs.clear()
 
-    def _graph_for(self, plan: StepPlan) -> torch.cuda.CUDAGraph | None:
+    @property
+    def captured_graphs(self) -> int:
+        """Graphs that exist."""
+        return self._graphs.captured
+
+    def use_idle_time(self) -> bool:
+        """Capture a graph that is missing."""
+        with torch.cuda.stream(self.stream):
+            return self._graphs.capture_next()
+
+    def _graph_for(self, plan: StepPlan) -> Graph | None:
         """The smallest graph that holds the plan. Those of mixed steps know no groups: every row reads for itself."""
         if plan.scored is not None:
             return None
-        sequences, tokens = len(plan.rows), len(plan.token_ids)
+        sequences = len(plan.rows)
         if plan.decodes == sequences:
-            graphs = self._cascade_graphs if self._program.has_groups(plan) else self._decode_graphs
-            return next((graph for size, graph in graphs.items() if size >= sequences), None)
-        fits = (graph for (t, s), graph in self._mixed_graphs.items() if t >= tokens and s >= sequences)
-        return next(fits, None)
+            kind = Kind.CASCADE if self._program.has_groups(plan) else Kind.DECODE
+            return self._graphs.find(kind, sequences, sequences)
+        return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences)
 
     def _warm_up(self, max_running: int) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
@@ -405,29 +387,24 @@ class CudaExecutor:
         program.run(CudaStep(stream, max_running, program.max_tokens, decodes=0, prefill_blocks=blocks))
         self.stream.synchronize()
 
-    def _capture(self, max_running: int) -> None:
-        """Capture decode steps and mixed steps for their ladders of sizes."""
-        memory = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
-        for size in [size for size in GRAPH_SIZES if size < max_running] + [max_running]:
-            step = CudaStep(self._raw_stream, sequences=size, tokens=size, decodes=size, prefill_blocks=0)
-            self._decode_graphs[size] = self._captured(step, memory)
-        if self._program.kernels.shared_prefix is not None:
-            for size in [size for size in CASCADE_SIZES if size < max_running] + [max_running]:
-                step = CudaStep(self._raw_stream, size, size, decodes=size, prefill_blocks=0, has_groups=True)
-                self._cascade_graphs[size] = self._captured(step, memory)
-        for tokens in (size for size in MIXED_TOKENS if size <= self._program.max_tokens):
-            most = min(tokens, max_running)
-            for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
-                blocks = self._program.kernels.prefill_blocks(tokens, sequences)
-                step = CudaStep(self._raw_stream, sequences, tokens, decodes=sequences, prefill_blocks=blocks)
-                self._mixed_graphs[tokens, sequences] = self._captured(step, memory)
-
-    def _captured(self, step: CudaStep, memory: Any) -> torch.cuda.CUDAGraph:
-        self._program.run(step)  # cuBLAS chooses its kernels for the size outside of the capture
-        self.stream.synchronize()
+    def _captured(self, size: GraphSize) -> Graph:
+        """Nothing runs on the device for this, and it does not wait for what runs."""
+        step = CudaStep(
+            self._raw_stream,
+            sequences=size.sequences,
+            tokens=size.tokens,
+            decodes=size.sequences,
+            prefill_blocks=0,
+            has_groups=size.kind is Kind.CASCADE,
+        )
+        if size.kind is Kind.MIXED:
+            blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
+            step = replace(step, prefill_blocks=blocks)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, stream=self.stream):
-            self._program.run(step)
+        # thread-local: another thread may page-lock memory for swap meanwhile
+        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+        self._program.run(step)
+        graph.capture_end()
         return graph
 
 

@@ -5,7 +5,8 @@ Rules, checked before the first byte is copied, so a wrong checkpoint fails in m
 2. Each stored tensor fills a parameter or is on the list of those that a checkpoint may hold without need
    (`_ignored`). Anything else means that the network here is not the one that was trained: an error that names it.
 
-Files are mapped into memory, not read: each tensor is copied once, from the page cache to its place.
+For the CPU files are mapped into memory, not read: each tensor is copied once, from the page cache to its place. To a
+GPU they are read by many threads (weight_reader.py).
 """
 
 import json
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from model.config import ModelConfig
 from model.errors import BadCheckpoint, ModelNotFound
 from model.parameters import Parameters, Part, allocate, parts_of, random_parameters
+from model.weight_reader import read_tensors, stored_tensors
 
 __all__ = ["load_parameters", "random_parameters", "weight_files"]
 
@@ -42,6 +44,15 @@ def load_parameters(
     parameters = allocate(config, dtype, device)
     parts = {part.name: part for part in parts_of(config, parameters)}
     places = _check(folder, config, parts)
+    if parameters.embedding.is_cuda:
+        wanted = [
+            (stored[name], parts[name].target)
+            for path, names in places.items()
+            for stored in [stored_tensors(path)]
+            for name in sorted(names, key=lambda name: stored[name].begin)
+        ]
+        read_tensors(wanted, parameters.embedding.device, report)
+        return parameters
     total_bytes = sum(part.target.numel() * part.target.element_size() for part in parts.values())
     done_bytes = 0
     for path, names in places.items():

@@ -11,6 +11,7 @@ import numpy as np
 from mm import Lack, MemoryManager, Namespace, OverCommit, PrefixMatch, Room, pages_for
 from mm.addresses import Int32Array
 from service.beams import Beams
+from service.pace import LEAST_CHUNK, Pace, StepBudget
 from service.request import Sequence, State
 from service.sequences import Sequences, row_of, space_of
 from service.victims import Victims
@@ -55,6 +56,7 @@ class Admission:
         *,
         max_running: int,
         prefix_caching: bool,
+        pace: Pace | None,
     ) -> None:
         self._memory = memory
         self._sequences = sequences
@@ -64,6 +66,7 @@ class Admission:
         self._steps_under_way = steps_under_way
         self._max_running = max_running
         self._prefix_caching = prefix_caching
+        self._pace = pace
         self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
     # --- places and room
@@ -132,10 +135,10 @@ class Admission:
 
     # --- from the queue
 
-    def admit(self, decodes: Int32Array, budget: int, now: float) -> Chunks:
+    def admit(self, decodes: Int32Array, budget: StepBudget, now: float) -> Chunks:
         """First chunks of Sequences that enter a row now (rule 4)."""
         chunks: Chunks = []
-        if not self._sequences.waiting or budget <= 0 or not self._held.issuperset(self._tenants_in_swap()):
+        if not self._sequences.waiting or budget.tokens <= 0 or not self._held.issuperset(self._tenants_in_swap()):
             return chunks
         tenants = self._memory.tenants
         room = self._room_beside_prompts(decodes)
@@ -144,8 +147,10 @@ class Admission:
         for sequence in self._sequences.waiting.in_order(LOOKED_AT, passed_by):
             tenant, family = tenants.id(sequence.tenant), sequence.family
             free = room.pool_for(tenant)
-            if budget <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
+            if budget.grant(0, LEAST_CHUNK) <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
                 break  # rule 3
+            if not self._keeps_pace_with(sequence):
+                break  # rule 11
             if family is not None and family.is_computing(sequence, self._rows, self._memory.tables.lengths):
                 continue  # rule 9
             if not self._has_place_for(sequence) or (
@@ -181,9 +186,19 @@ class Admission:
             if sequence.state is not State.RUNNING:
                 passed_by.add(sequence.tenant)
                 continue  # some of its pages are in swap: it runs when they are back
-            chunks.append((sequence, min(len(sequence.tokens) - sequence.cached_of_row, budget)))
-            budget -= chunks[-1][1]
+            start = sequence.cached_of_row
+            if count := budget.grant(start, len(sequence.tokens) - start):
+                chunks.append((sequence, count))
+                budget.take(start, count)
         return chunks
+
+    def _keeps_pace_with(self, sequence: Sequence) -> bool:
+        """Whether those that run would still get their tokens in time, if this one decoded beside them (rule 11)."""
+        running = len(self._sequences.running)
+        if self._pace is None or not running:
+            return True
+        keys = int(self._memory.tables.lengths.sum() + self._rows.remaining.sum())
+        return self._pace.allows(running + 1, keys + len(sequence.tokens))
 
     def _beginning(self, sequence: Sequence, free: int) -> _Beginning | None:
         """What it would begin with, if so many frames are free; None if it waits for what others just compute."""

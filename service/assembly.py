@@ -5,8 +5,8 @@ One place, so that the server, `pagewalk check` and the benchmarks run the very 
 
 import ctypes
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,6 +23,7 @@ from model.loader import load_parameters, random_parameters
 from model.native_kernels import DTYPES as NATIVE_DTYPES
 from model.native_library import load as load_native
 from model.parameters import Parameters
+from model.start_report import StartReport, Unreported
 from service.engine import Engine, EngineObserver
 from service.engine_client import Limits, LocalEngineClient
 from service.errors import ConfigurationError
@@ -31,9 +32,6 @@ from service.settings import Settings, watermark_shares
 from service.tenant_settings import tenant_limits
 
 log = structlog.get_logger("pagewalk.assembly")
-
-Report = Callable[[int, int], None]
-"""Progress of loading: report(done_bytes, total_bytes)."""
 
 CPU_KV_BYTES = 2 << 30
 """Default bound of the CPU's KV pool. Its memory is taken when touched, so a server with little load stays small."""
@@ -57,7 +55,7 @@ def assemble(
     settings: Settings,
     folder: Path,
     observer: EngineObserver,
-    report: Report | None = None,
+    report: StartReport | None = None,
     *,
     thin_rows: int | None = None,
 ) -> Assembly:
@@ -67,6 +65,7 @@ def assemble(
 
     Raises: model.errors.ModelError for the model; ConfigurationError for settings that cannot work with it.
     """
+    report = report or Unreported()
     config = read_config(folder)
     device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device == "cuda"
@@ -74,18 +73,19 @@ def assemble(
         raise ConfigurationError(
             "device is cuda, but PyTorch sees no GPU here: a driver or a CUDA build of it is missing"
         )
-    dtype = _device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
+    dtype = device_dtype(config, settings.dtype) if on_gpu else choose_dtype(config, settings.dtype)
     max_length = _max_length(settings.max_model_len, config)
     sizes = _sizes(settings, max_length, on_gpu=on_gpu)
     native = None if on_gpu else _native_kernels(settings, dtype)  # before the weights: a bad setting fails at once
     if settings.load_format == "dummy":
         parameters = random_parameters(config, dtype, device, settings.seed)
     else:
-        parameters = load_parameters(folder, config, dtype, device, report)
+        parameters = load_parameters(folder, config, dtype, device, partial(report.progress, "weights"))
+    report.ended("weights")
     weights_bytes = parameters.size_bytes()
     executor: Executor
     if on_gpu:
-        executor = _cuda_executor(settings, config, parameters, sizes, thin_rows)
+        executor = _cuda_executor(settings, config, parameters, sizes, thin_rows, report)
     elif thin_rows is None:
         executor = _cpu_executor(settings, config, parameters, sizes, native)
     else:
@@ -108,6 +108,7 @@ def assemble(
         max_length=max_length,
         finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
         prefix_caching=settings.enable_prefix_caching,
+        max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
     )
     scheduler = Scheduler(memory, bounds)
     request_limits = Limits(
@@ -165,14 +166,19 @@ def _max_length(asked: int | None, config: ModelConfig) -> int:
     return asked or config.max_positions
 
 
-def _device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
+def device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
     """auto: the checkpoint's, bfloat16 if it does not say."""
     name = (config.dtype or "bfloat16") if requested == "auto" else requested
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def _cuda_executor(
-    settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes, thin_rows: int | None
+    settings: Settings,
+    config: ModelConfig,
+    parameters: Parameters,
+    sizes: _Sizes,
+    thin_rows: int | None,
+    report: StartReport,
 ) -> Executor:
     check_cuda_namespace()
     # imports CuPy and the kernels' loader: absent where there is no GPU
@@ -194,6 +200,7 @@ def _cuda_executor(
         max_batched_tokens=sizes.tokens,
         swap_bytes=_host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes,
         thin_rows=thin_rows,
+        report=report,
     )
 
 

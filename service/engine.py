@@ -206,6 +206,8 @@ class Engine:
     async def _idle(self) -> None:
         """Sleep until a message comes; meanwhile, once, check that the books balance."""
         self._is_idle.set()
+        while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
+            await asyncio.sleep(0)
         try:
             await asyncio.wait_for(self._wake.wait(), IDLE_AUDIT_S)
         except TimeoutError:

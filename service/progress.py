@@ -1,4 +1,7 @@
-"""Progress of something long, on stderr: a bar on a terminal; elsewhere a log line each tenth, at most one a second."""
+"""A start, for people who wait for it: progress of what is long on stderr, and what each phase took.
+
+Progress is a bar on a terminal; elsewhere a log line each tenth, at most one a second.
+"""
 
 import sys
 import threading
@@ -11,6 +14,9 @@ log = structlog.get_logger("pagewalk.progress")
 
 WIDTH = 40
 
+UNITS: dict[str, tuple[str, float]] = {"weights": ("MB", 1e6), "kernels": ("files", 1)}
+"""What is counted, in words, and how many of Progress's units it has. Of others: just numbers."""
+
 
 class Progress:
     """Call it with done and total, in any unit and from any thread."""
@@ -20,6 +26,7 @@ class Progress:
         self._clock = clock
         self._logged_s = clock()
         self._lock = threading.Lock()
+        self._unit, self._units = UNITS.get(what, ("", 1))
         self._shown = 0  # tenths or columns
         self._has_bar = sys.stderr.isatty()
 
@@ -31,7 +38,8 @@ class Progress:
                 return
             self._shown = steps
             if self._has_bar:
-                sys.stderr.write(f"\r{self._what:<10} [{'#' * steps:<{WIDTH}}] {share:4.0%} of {total / 1e6:,.0f} MB ")
+                of_all = f"of {total / self._units:,.0f} {self._unit}"
+                sys.stderr.write(f"\r{self._what:<10} [{'#' * steps:<{WIDTH}}] {share:4.0%} {of_all} ")
                 sys.stderr.flush()
             elif self._clock() - self._logged_s >= 1.0:
                 self._logged_s = self._clock()
@@ -43,3 +51,29 @@ class Progress:
             if self._has_bar and self._shown:
                 sys.stderr.write("\n")
                 self._shown = 0
+
+
+class StartProgress:
+    """model.start_report.StartReport: a Progress for each thing that is long, and the seconds of each phase."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._began_s = clock()
+        self._shown: dict[str, Progress] = {}
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """So much is done."""
+        self._shown.setdefault(what, Progress(what, self._clock))(done, total)
+
+    def ended(self, phase: str) -> None:
+        """Since the phase before it."""
+        now = self._clock()
+        self.seconds[phase] = round(now - self._began_s, 3)
+        self._began_s = now
+        self.close()
+
+    def close(self) -> None:
+        """End the lines of all bars. Idempotent."""
+        for progress in self._shown.values():
+            progress.close()

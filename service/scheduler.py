@@ -33,6 +33,8 @@ Rules, cited by number below:
   9. Relatives share pages by forks: while one computes the prompt the others stand aside, and hold nobody up.
  10. Beams of one search are preempted together. Where nothing else can give way, of its tenant or of all, a search ends
      with what it has.
+ 11. Where gaps between tokens have a bound (pace.py), steps take as much of prompts as keeps to it, and a Sequence is
+     admitted if its decodes will not break it.
 """
 
 import heapq
@@ -56,6 +58,7 @@ from service.beams import Beams
 from service.committed import Committed
 from service.engine_client import Ended, EndReason, Submit
 from service.groups import Groups
+from service.pace import Pace, StepBudget, StepWork
 from service.request import Key, Sequence, State, choices_of
 from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
 from service.sequences import Sequences, row_of
@@ -74,6 +77,7 @@ class SchedulerSettings:
     max_length: int  # prompt + output of one Sequence
     finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
     prefix_caching: bool = True  # whether requests may read and fill the page cache
+    max_gap_s: float | None = None  # between two tokens of a Sequence (pace.py)
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class _Submitted:
     epochs: Int64Array  # (S,)
     steady: Steady | None
     asking: Int64Array  # places of the rows that report log-probabilities
+    planned_s: float
     scored: Collection[ScoredChunk] = ()
 
 
@@ -107,6 +112,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, Key]] = []  # a heap, also of those who have ended before
         self._ended = Committed.nothing()  # what ended outside a commit, for `take_ended`
         self._victims = Victims(memory, self.sequences)
+        self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
+        self._committed_s = 0.0
         self._admission = Admission(
             memory,
             self.sequences,
@@ -115,6 +122,7 @@ class Scheduler:
             self._submitted,
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
+            pace=self._pace,
         )
 
     # --- what the engine calls
@@ -186,7 +194,7 @@ class Scheduler:
             self._end_late(now)
         self.sequences.swap_orders.append(self.memory.background_reclaim())
         if (steady := self._steady) is not None and self._is_steady(steady):
-            return self._steady_plan(steady)
+            return self._steady_plan(steady, now)
         while True:
             before = self.preemptions
             decodes, chunks = self._choose(now)
@@ -197,11 +205,14 @@ class Scheduler:
             if self._groups is not None:
                 self._groups.forget()  # rows may come back from swap to other frames
             return None
-        return self._plan(decodes, chunks)
+        return self._plan(decodes, chunks, now)
 
     def commit(self, result: StepResult, now: float) -> Committed:
         """Take the result of the oldest submitted step: append tokens, find who ended, free what they held."""
         submitted, state = self._submitted.popleft(), self._rows
+        if self._pace is not None:
+            self._pace.observe(StepWork.of(submitted.plan), now - max(self._committed_s, submitted.planned_s))
+            self._committed_s = now
         steady = self._steady
         is_same = steady is not None and submitted.steady is steady and steady.changes == self.sequences.changes
         if steady is not None and is_same and not result.failed.any():
@@ -303,12 +314,12 @@ class Scheduler:
             and (not self.memory.tenants.is_limited or self.memory.shortage(steady.rows, steady.ones) is None)
         )
 
-    def _steady_plan(self, steady: Steady) -> StepPlan:
+    def _steady_plan(self, steady: Steady, now: float) -> StepPlan:
         """The plan of the step before, one token further."""
         orders = self.memory.grow(steady.rows, steady.ones)
         self._step += 1
         plan = steady.next_plan(self._step, orders)
-        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking))
+        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now))
         return plan
 
     def _commit_steady(self, steady: Steady, result: StepResult, now: float) -> Committed:
@@ -369,9 +380,17 @@ class Scheduler:
         if self._beams.groups:
             self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
         decodes = self._choose_decodes(now)
-        decodes, chunks = self._choose_prefills(decodes)
-        budget = self.settings.max_batched_tokens - len(decodes) - sum(count for _, count in chunks)
+        budget = self._budget_beside(decodes)
+        decodes, chunks = self._choose_prefills(decodes, budget)
         return decodes, self._that_fit(decodes, chunks + self._admission.admit(decodes, budget, now))
+
+    def _budget_beside(self, decodes: Int32Array) -> StepBudget:
+        """What prompts may take of a step with these decodes."""
+        tokens = self.settings.max_batched_tokens - len(decodes)
+        if self._pace is None:
+            return StepBudget(tokens)
+        keys = int(self.memory.tables.lengths[decodes].sum()) + len(decodes)
+        return self._pace.budget(tokens, len(decodes), keys)
 
     def _choose_decodes(self, now: float) -> Int32Array:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
@@ -415,24 +434,24 @@ class Scheduler:
         """The same by tenant."""
         return self.memory.needs(decodes, np.ones(len(decodes), np.int32))
 
-    def _choose_prefills(self, decodes: Int32Array) -> tuple[Int32Array, Chunks]:
+    def _choose_prefills(self, decodes: Int32Array, budget: StepBudget) -> tuple[Int32Array, Chunks]:
         """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
         state = self._rows
         prefilling = np.flatnonzero(state.remaining > 1)
         chunks: Chunks = []
         if not len(prefilling):
             return decodes, chunks
-        budget = self.settings.max_batched_tokens - len(decodes)
         room, tenants = room_beside(self.memory, decodes, chunks), self.memory.tenants
         passed_by: set[int] = set()
         for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
             tenant = tenants.id(sequence.tenant)
-            if budget <= 0:
-                break
             if sequence.state is not State.RUNNING or tenant in passed_by:
                 continue  # preempted for an older one; or its tenant's older ones come first
             row = row_of(sequence)
-            count = min(int(state.remaining[row]), budget)
+            start = int(self.memory.tables.lengths[row])
+            count = budget.grant(start, int(state.remaining[row]))
+            if count <= 0:
+                break
             frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
             while (lack := room.lack(tenant, frames)) is not None:
                 if lack.frames <= self.memory.arriving_of(lack.tenant) or not self._victims.preempt_for(sequence, lack):
@@ -442,7 +461,7 @@ class Scheduler:
             if lack is None:
                 chunks.append((sequence, count))
                 room.take(tenant, frames)
-                budget -= count
+                budget.take(start, count)
             elif lack.tenant is None:
                 break  # and so do all who are younger
             else:
@@ -476,7 +495,7 @@ class Scheduler:
                 passed_by.add(sequence.tenant)  # those behind it wait for their turn
         self.memory.report_pressure(still, all_.running_by_tenant)
 
-    def _plan(self, decodes: Int32Array, chunks: Chunks) -> StepPlan:
+    def _plan(self, decodes: Int32Array, chunks: Chunks, now: float) -> StepPlan:
         state = self._rows
         rows, counts = rows_and_counts(decodes, chunks)
         chunk_rows = rows[len(decodes) :]
@@ -522,7 +541,7 @@ class Scheduler:
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
         asking = np.flatnonzero(samples & (state.logprobs[rows] >= 0))
-        self._submitted.append(_Submitted(plan, epochs, None, asking, scored_chunks))
+        self._submitted.append(_Submitted(plan, epochs, None, asking, now, scored_chunks))
         return plan
 
     def _history(self, sequence: Sequence) -> Int32Array:

@@ -36,7 +36,7 @@ from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.http_server import listen, make_runner
 from service.metrics import Metrics, ServedFacts
-from service.progress import Progress
+from service.progress import StartProgress
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.tokenization import Tokenizer, TokenizerNotUsable
@@ -70,7 +70,16 @@ class Failure(Exception):
 class Loaded:
     """A model with everything around it, not yet running."""
 
-    def __init__(self, name: str, root: str, tokenizer: Tokenizer, assembly: "Assembly") -> None:
+    def __init__(
+        self,
+        name: str,
+        root: str,
+        tokenizer: Tokenizer,
+        assembly: "Assembly",
+        phases_s: dict[str, float] | None = None,
+    ) -> None:
+        """phases_s: what the parts of loading took."""
+        self.phases_s = phases_s or {}
         self.name = name
         self.root = root
         self.tokenizer = tokenizer
@@ -99,6 +108,7 @@ class Server:
         self.front_end = FrontEnd(api, self.metrics, logs.log_request)
         self._stop = asyncio.Event()
         self._runners: list[web.AppRunner] = []
+        self._started_s = time.monotonic()
         self.port = 0
         self.admin_port = 0
 
@@ -128,11 +138,13 @@ class Server:
         running = asyncio.create_task(engine.run())
         try:
             self._publish(loaded)
+            began_s = time.monotonic()
             warm = asyncio.ensure_future(warm_up(loaded))
             await asyncio.wait([warm, running], return_when=asyncio.FIRST_COMPLETED)
             if warm.done():
                 warm.result()
                 engine.open()
+                loaded.phases_s["warm-up"] = round(time.monotonic() - began_s, 3)
                 _settle()
                 self._announce(loaded)
                 await self._unless_stopped(running)
@@ -199,6 +211,8 @@ class Server:
             largest_request_tokens=limits.request_tokens(DEFAULT_TENANT),
             frames=assembly.executor.frames,
             kv_bytes=assembly.executor.frames * assembly.executor.frame_bytes,
+            seconds=round(time.monotonic() - self._started_s, 2),
+            phases_s=loaded.phases_s,
         )
         sys.stdout.write(self._example(has_chat=loaded.tokenizer.template is not None) + "\n")
         sys.stdout.flush()
@@ -355,15 +369,17 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
 
     Raises Failure, ConfigurationError.
     """
-    began = time.monotonic()
+    report = StartProgress()
     template = None if settings.chat_template is None else _read_template(Path(settings.chat_template))
     files, vocabulary = await in_thread(lambda: _find(settings))
+    report.ended("find model")
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
-    assembling = in_thread(lambda: _assemble(settings, files.folder, metrics))
+    assembling = in_thread(lambda: _assemble(settings, files.folder, metrics, report))
     tokenizing = in_thread(lambda: _load_tokenizer(folder, template, vocabulary))
     tokenizer, assembly = await asyncio.gather(tokenizing, assembling)
-    log.info("loaded", model=files.name, seconds=round(time.monotonic() - began, 2))
-    return Loaded(files.name, files.root, tokenizer, assembly)
+    report.ended("rest")
+    log.info("loaded", model=files.name, seconds=round(sum(report.seconds.values()), 2))
+    return Loaded(files.name, files.root, tokenizer, assembly, report.seconds)
 
 
 def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
@@ -401,15 +417,15 @@ def _load_tokenizer(folder: Path, template: str | None, vocabulary: int) -> Toke
         return Tokenizer.load(folder, template, vocabulary)
 
 
-def _assemble(settings: Settings, folder: Path, metrics: Metrics) -> "Assembly":
+def _assemble(settings: Settings, folder: Path, metrics: Metrics, report: StartProgress) -> "Assembly":
     with _failures("load the model"):
         from service.assembly import assemble  # imports torch: seconds
 
-        progress = Progress("weights")
+        report.ended("imports")
         try:
-            return assemble(settings, folder, metrics, progress)
+            return assemble(settings, folder, metrics, report)
         finally:
-            progress.close()
+            report.close()
 
 
 @contextmanager

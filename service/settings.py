@@ -174,6 +174,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             auto=True,
         ),
     ] = None
+    max_itl_ms: Annotated[
+        Annotated[float, Meta(gt=0, le=60_000)] | None,
+        About(
+            "Batching",
+            "bound on the time between two tokens of a sequence, in ms: while others decode, a step takes as much of "
+            "prompts as keeps to it, by what steps have taken so far, and no more sequences are admitted than can "
+            "decode in that time",
+            "MS",
+        ),
+    ] = None
     shared_prefixes: Annotated[
         Literal["auto", "off"],
         About(

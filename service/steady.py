@@ -5,12 +5,12 @@ It begins with a plan in which every row decodes, and ends when a row changes ha
 limit is reached: the scheduler looks at that before each step.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mm import MemoryManager, MemoryOrders
-from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, FloatArray, IndexArray, Int32Array, Int64Array, empty_int32
 from model.step_plan import FED_BACK, LogProbs, StepPlan
 from service.committed import Committed
 from service.rows import RunningRows
@@ -34,6 +34,11 @@ class Steady:
     has_end_ids: bool
     asking: Int64Array  # places in `rows` that report log-probabilities, ...
     likeliest: list[int]  # ... and of how many tokens each
+    index: IndexArray  # the rows, as numpy indexes fastest
+    known: Int32Array = field(default_factory=empty_int32)  # (S,) tokens that the host has; from the first commit on
+    places: IndexArray = field(
+        default_factory=lambda: np.empty(0, np.intp)
+    )  # likewise: of the next ones, in all tokens
 
     @classmethod
     def after(cls, plan: StepPlan, epochs: Int64Array, state: RunningRows, changes: int) -> "Steady":
@@ -56,6 +61,7 @@ class Steady:
             has_end_ids=width > 0,
             asking=asking,
             likeliest=logprobs[asking].tolist(),
+            index=rows.astype(np.intp),
         )
 
     def next_plan(self, step: int, orders: MemoryOrders) -> StepPlan:
@@ -85,14 +91,17 @@ class Steady:
 
         Returns also which rows sampled an end token, and which are full: each (S,), None where nobody is either.
         """
-        rows = self.rows
-        known = state.known[rows]
-        state.tokens[rows, known] = tokens
-        known += 1
-        state.known[rows] = known
-        gaps: FloatArray = now - state.last_token_s[rows]
-        state.last_token_s[rows] = now
-        memory.publish(rows, known - 1, state.tokens)
+        index = self.index
+        if not len(self.known):
+            self.known = state.known[index]
+            self.places = index * state.tokens.shape[1] + self.known
+        gaps: FloatArray = np.full(len(index), now - state.last_token_s[index[0]])  # their last ones came together
+        state.tokens.reshape(-1)[self.places] = tokens
+        memory.publish(self.rows, self.known, state.tokens)
+        self.known = known = self.known + 1
+        self.places += 1
+        state.known[index] = known
+        state.last_token_s[index] = now
         committed = Committed(self.front_ends, self.sequence_ids, tokens, gaps)
         if self.likeliest:
             assert found is not None
@@ -101,6 +110,6 @@ class Steady:
         if self.has_end_ids or over:
             stopped: BoolArray = (self.end_ids == tokens[:, None]).any(axis=1)
             if over or stopped.any():
-                full: BoolArray = known == state.limit[rows]
+                full: BoolArray = known == state.limit[index]
                 return committed, stopped, full
         return committed, None, None

@@ -13,7 +13,7 @@ import torch
 
 import cuda.compile
 from cuda.adjust import Adjust
-from cuda.compile import ARCHITECTURES, Build, build, read_source
+from cuda.compile import ARCHITECTURES, Build, build, build_apart, cached, read_source
 from cuda.errors import CompileError
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
@@ -150,6 +150,22 @@ def test_a_second_build_is_read_from_the_disk(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cuda.compile, "_compile", None)
     assert build("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path) == first
     assert first.cubin.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_what_another_process_builds_is_in_the_cache(tmp_path) -> None:
+    """The same code as by a build here."""
+    wanted = ("page_copy.cu", ["page_copy"], "sm_80")
+    assert cached(*wanted, cache_folder=tmp_path / "apart") is None
+    apart = build_apart(*wanted, cache_folder=tmp_path / "apart")
+    assert cached(*wanted, cache_folder=tmp_path / "apart") == apart
+    here = build(*wanted, cache_folder=tmp_path / "here")
+    assert (apart.names, apart.cubin.read_bytes()) == (here.names, here.cubin.read_bytes())
+
+
+def test_what_another_process_cannot_build_is_said_here(tmp_path) -> None:
+    """With the compiler's own words."""
+    with pytest.raises(CompileError, match="no_such_kernel"):
+        build_apart("page_copy.cu", ["no_such_kernel"], "sm_80", cache_folder=tmp_path)
 
 
 def test_an_edited_include_is_another_build(tmp_path, monkeypatch) -> None:

@@ -1,13 +1,18 @@
 """What a kernel asks of the driver when it is loaded."""
 
 import ctypes
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cuda import launch
-from cuda.errors import DriverError
-from cuda.launch import DeviceKernel, KernelSpec
+from cuda.compile import Build, build
+from cuda.errors import CompileError, DriverError
+from cuda.launch import AwaitedKernel, DeviceKernel, DeviceLoader, KernelSpec
 
 DEFAULT, MOST = 48 << 10, 227 << 10
 MAX_DYNAMIC_SHARED_BYTES, PREFERRED_CARVEOUT = 8, 9
@@ -65,3 +70,78 @@ def test_too_much_shared_memory_is_said_at_once(driver) -> None:
     """When the kernel is loaded, with its name and the size."""
     with pytest.raises(DriverError, match="wide: 300000 bytes of shared memory"):
         DeviceKernel(7, KernelSpec("wide", "", 32, 300_000), None)
+
+
+class Loaded:
+    """Stands for a kernel on a device: remembers its launches."""
+
+    clusters_at_once = 3
+
+    def __init__(self, spec: KernelSpec, built: Build) -> None:
+        self.spec, self.built = spec, built
+        self.launches: list[tuple[int, Any]] = []
+
+    def launch(self, stream: int, grid: Any, *arguments: Any) -> None:
+        self.launches.append((stream, grid))
+
+
+@pytest.fixture
+def loader(monkeypatch, tmp_path: Path) -> DeviceLoader:
+    """Of a Hopper device that is not there: cubins are compiled, and `Loaded`."""
+    device = SimpleNamespace(name="fake", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(launch, "_load", Loaded)
+    return DeviceLoader(cache_folder=tmp_path)
+
+
+COPY, SCATTER = KernelSpec("page_copy", "PPPq", 256), KernelSpec("scatter", "PPPPPPiiiii", 256)
+
+
+def test_kernels_that_are_not_in_the_cache_come_with_finish(loader) -> None:
+    """All files are compiled beside each other; who asked has kernels at once, and can launch them afterwards."""
+    kernels = [*loader.load("page_copy.cu", [COPY]), *loader.load("scatter.cu", [SCATTER])]
+    told: list[tuple[int, int]] = []
+    loader.finish(lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
+    for kernel, spec in zip(kernels, (COPY, SCATTER), strict=True):
+        kernel.launch(7, 2)
+        assert kernel.loaded().spec == spec
+        assert kernel.loaded().launches == [(7, 2)]
+        assert kernel.clusters_at_once == 3
+
+
+def test_kernels_of_the_cache_are_loaded_at_once(loader, tmp_path) -> None:
+    """Nothing is compiled, and nothing is told."""
+    build("page_copy.cu", ["page_copy"], "sm_90a", cache_folder=tmp_path)
+    (kernel,) = loader.load("page_copy.cu", [COPY])
+    assert isinstance(kernel, Loaded)
+    told: list[int] = []
+    loader.finish(lambda done, total: told.append(done))
+    assert told == []
+
+
+def test_a_launch_before_finish_waits_for_the_compiler(loader) -> None:
+    (kernel,) = loader.load("page_copy.cu", [COPY])
+    kernel.launch(7, 2)
+    assert kernel.loaded().launches == [(7, 2)]
+
+
+def test_a_kernel_that_does_not_compile_ends_the_start(loader) -> None:
+    loader.load("page_copy.cu", [KernelSpec("no_such_kernel", "", 32)])
+    with pytest.raises(CompileError, match="no_such_kernel"):
+        loader.finish()
+
+
+def test_an_awaited_kernel_is_loaded_once() -> None:
+    compiled: Future[Build] = Future()
+    compiled.set_result(Build(Path("x"), {}, ""))
+    loads: list[Build] = []
+
+    def load(built: Build) -> Any:
+        loads.append(built)
+        return Loaded(COPY, built)
+
+    kernel = AwaitedKernel(compiled, load)
+    for _ in range(3):
+        kernel.launch(0, 1)
+    assert len(loads) == 1

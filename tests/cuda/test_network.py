@@ -14,6 +14,7 @@ from program_executor import BUDGET, PAGES, ROWS, ProgramExecutor, cpu_executor,
 from mm import MemoryManager, MemoryOrders, SharedPrefixes
 from model import thin_layers
 from model.cuda_executor import CudaExecutor, DeviceProgram
+from model.step_graphs import Kind, StepGraphs, ladder
 from model.step_plan import SamplingParameters, StepPlan
 from service.engine_client import Submit
 from service.request import Sequence
@@ -138,7 +139,9 @@ def test_groups_that_do_not_pay_are_ignored(device: Any) -> None:
 
 @pytest.mark.gpu
 def test_graphs_with_groups_and_without() -> None:
-    """The executor replays the graph that a step needs, and rows that leave or come change nothing."""
+    """The executor replays the graph that a step needs, and rows that leave or come change nothing. Nor do graphs that
+    are captured while steps are under way.
+    """
     config = CONFIGS["Llama, groups of 3"]
     exact = Network(config, spread(config, torch.float32, "cpu"))
     for finds in (True, False):
@@ -153,12 +156,19 @@ def test_graphs_with_groups_and_without() -> None:
             max_batched_tokens=BUDGET,
         )
         accept_all_groups(executor._program)
-        with_groups = set(map(id, executor._cascade_graphs.values()))
-        for prompt, output, steps in scheduled(
-            executor, lambda plan, e=executor, w=with_groups: id(e._graph_for(plan)) in w, finds_shared_prefixes=finds
-        ):
+        executor._graphs.clear()
+        tiny_ladder = ladder(max_running=ROWS, max_tokens=BUDGET, has_cascade=True)
+        executor._graphs = StepGraphs(tiny_ladder, executor._captured, seconds=0.0)
+        at_first = executor.captured_graphs
+
+        def has_groups(plan: StepPlan, executor: CudaExecutor = executor) -> bool:
+            executor.use_idle_time()
+            return executor._graph_for(plan) in executor._graphs._graphs[Kind.CASCADE].values()
+
+        for prompt, output, steps in scheduled(executor, has_groups, finds_shared_prefixes=finds):
             assert is_near_best(exact, prompt, output)
             assert (steps > 8) == finds
+        assert executor.captured_graphs > at_first
         executor.close()
 
 

@@ -105,6 +105,8 @@ def test_sizes_that_are_none(text: str) -> None:
         (["--port", "1.5"], "--port: must be a whole number, got 1.5"),
         (["--port", "70000"], "--port: must be a whole number <= 65535, got 70000"),
         (["--port", "99999999999999999999"], "--port: must be"),
+        (["--max-itl-ms", "0"], "--max-itl-ms: must be a number > 0.0, got 0"),
+        (["--max-itl-ms", "fast"], "--max-itl-ms: must be a number, got fast"),
         (["--max-num-seqs", "0"], "--max-num-seqs: must be a whole number >= 1, got 0"),
         (["--dtype", "int8"], "--dtype: must be one of auto, float32, bfloat16, float16, got int8"),
         (["--sse-keep-alive", "nan"], "--sse-keep-alive: must be a number, got nan"),
@@ -302,7 +304,7 @@ def test_shown_settings_can_be_read_again(tmp_path: Path) -> None:
     shown = to_toml(settings, origins)
     assert "port = 9  # flag" in shown
     assert load("--config", write(tmp_path / "c.toml", shown)) == settings
-    not_set = {"revision", "tokenizer", "chat_template", "demo_wheel", "admin_api_key"}
+    not_set = {"revision", "tokenizer", "chat_template", "demo_wheel", "admin_api_key", "max_itl_ms"}
     assert set(tomllib.loads(shown)) | not_set == set(FIELDS)
 
 

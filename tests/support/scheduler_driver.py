@@ -1,14 +1,16 @@
 """The engine's loop without asyncio over a simulated executor, for tests of the scheduler: every step is audited."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from simulated_executor import SimulatedExecutor
 
 from mm import MemoryManager, TenantLimits
-from model.step_plan import SamplingParameters
+from model.step_plan import SamplingParameters, StepPlan
 from service.committed import Committed
 from service.engine_client import BeamSearch, Ended, PromptScores, Scores, Sibling, Submit
 from service.request import Sequence, State
@@ -29,6 +31,9 @@ class Driver:
     scores: dict[int, list[Scores]] = field(default_factory=dict)
     prompt_scores: dict[int, list[Scores]] = field(default_factory=dict)
     now: float = 0.0
+    turn_s: float = 1.0  # of the clock, that a turn takes
+    step_s: Callable[[StepPlan], float] = lambda plan: 0.0  # and a step, until it can be committed
+    gaps_s: list[float] = field(default_factory=list)  # between tokens of a Sequence, in order of the steps
 
     def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), **options: Any) -> Sequence:
         return self.submit_choices(1, prompt, max_tokens, end_ids, **options)[0]
@@ -63,14 +68,14 @@ class Driver:
         return self.scheduler.submit(message, 0, self.now)
 
     def step(self) -> None:
-        self.now += 1.0
+        self.now += self.turn_s
         for ticket, succeeded in self.executor.ended():
             self.scheduler.swap_ended(ticket, succeeded=succeeded)
         plan = self.scheduler.schedule(self.now)
         ended = self.scheduler.take_ended()
         self.note(ended)
         if plan is not None:
-            self.tickets.append(self.executor.submit(plan))
+            self.tickets.append((plan, self.executor.submit(plan)))
         for orders in self.scheduler.take_swap_orders():
             self.executor.start(orders)
         assert plan or self.tickets or ended or self.executor.mover.in_flight or not self.scheduler.has_work, "stuck"
@@ -81,7 +86,11 @@ class Driver:
         self.executor.device.poison_free_frames()
 
     def commit(self) -> None:
-        self.note(self.scheduler.commit(self.tickets.popleft().wait(), self.now))
+        plan, ticket = self.tickets.popleft()
+        self.now += self.step_s(plan)
+        committed = self.scheduler.commit(ticket.wait(), self.now)
+        self.gaps_s += committed.gaps_s[~np.isnan(committed.gaps_s)].tolist()
+        self.note(committed)
 
     def note(self, committed: Committed) -> None:
         for front_end, scores in committed.prompt_scores:

@@ -189,6 +189,9 @@ class SimulatedExecutor:
             tables = self.device.tables[plan.rows[members], :pages]
             assert (tables == tables[0]).all()
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -1,0 +1,150 @@
+"""Which CUDA graphs of steps there are, which of them exist so far, and when the next one is captured.
+
+A step replays the smallest graph that holds it, padded. A capture costs the host some milliseconds, and there are many,
+so a start does not wait for all of them at any price:
+
+    before the first request     FIRST sizes: whatever comes, a graph at most twice as large as the step is there; then
+                                 others, for a bounded time
+    while nothing runs           what is missing, one after the other; what a step would have taken comes first
+
+Beside steps nothing is captured: tokens would be late by that.
+
+It knows no torch: how a graph is captured is an argument, so the tests run it with made-up ones.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import pairwise
+from typing import Protocol
+
+DECODE_SIZES: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224)
+DECODE_SIZES += (256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+"""Batch sizes of decode graphs. A batch is padded up to the next: at most a quarter, above 32."""
+
+CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+CASCADE_SIZES += (320, 384, 448, 512, 640, 768, 896, 1024)
+"""Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
+without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
+
+MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+MIXED_SEQUENCES = (8, 64, 256)
+"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
+computes long enough for the host to launch it kernel by kernel."""
+
+
+class Kind(Enum):
+    """What a graph does."""
+
+    DECODE = auto()
+    CASCADE = auto()  # decodes, of which some begin with the same frames
+    MIXED = auto()  # prefill, and decodes
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """What a graph can hold."""
+
+    kind: Kind
+    tokens: int
+    sequences: int
+
+    def holds(self, tokens: int, sequences: int) -> bool:
+        return self.tokens >= tokens and self.sequences >= sequences
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[tuple[GraphSize, bool]]:
+    """All sizes, of each kind ascending, and whether each is among the FIRST."""
+    kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.CASCADE, CASCADE_SIZES)] if has_cascade else [])
+    for kind, batches in kinds:
+        sizes = [size for size in batches if size < max_running] + [max_running]
+        first = set(_doubling(sizes))
+        for size in sizes:
+            yield GraphSize(kind, size, size), size in first
+    token_sizes = [size for size in MIXED_TOKENS if size <= max_tokens]
+    first = set(_doubling(token_sizes))
+    for tokens in token_sizes:
+        most = min(tokens, max_running)
+        for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
+            yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == most
+
+
+def _doubling(sizes: list[int]) -> Iterator[int]:
+    """As few of ascending `sizes` as are enough, so that the next one is at most twice the one before wherever there is
+    such a one; the first and the last always.
+    """
+    if not sizes:
+        return
+    last = sizes[0]
+    yield last
+    for size, following in pairwise([*sizes[1:], 1 << 62]):
+        if following > 2 * last:
+            yield size
+            last = size
+
+
+class StepGraphs:
+    """The graphs of one executor."""
+
+    def __init__(
+        self,
+        sizes: Iterator[tuple[GraphSize, bool]],
+        capture: Callable[[GraphSize], Graph],
+        *,
+        seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """sizes: of each kind ascending. Graphs are captured at once of those whose second part is true; then of
+        others, until `seconds` have passed.
+        """
+        began = clock()
+        self._capture_one = capture
+        self._sizes: dict[Kind, list[GraphSize]] = {kind: [] for kind in Kind}
+        self._graphs: dict[Kind, dict[GraphSize, Graph]] = {kind: {} for kind in Kind}  # ascending
+        self._missing: dict[GraphSize, None] = {}
+        self._missed: GraphSize | None = None  # the latest that a step would have taken
+        for size, is_first in list(sizes):
+            self._sizes[size.kind].append(size)
+            self._missing[size] = None
+            if is_first:
+                self._capture(size)
+        while self._missing and clock() - began < seconds:
+            self.capture_next()
+
+    @property
+    def captured(self) -> int:
+        """Graphs that exist."""
+        return sum(len(graphs) for graphs in self._graphs.values())
+
+    def find(self, kind: Kind, tokens: int, sequences: int) -> Graph | None:
+        """The smallest graph that holds a step. None if it is larger than all sizes."""
+        if self._missing:
+            wanted = next((size for size in self._sizes[kind] if size.holds(tokens, sequences)), None)
+            if wanted in self._missing:
+                self._missed = wanted
+        return next((graph for size, graph in self._graphs[kind].items() if size.holds(tokens, sequences)), None)
+
+    def capture_next(self) -> bool:
+        """Nothing runs: capture one that is missing. Returns whether more are."""
+        if self._missing:
+            self._capture(self._missed or next(iter(self._missing)))
+        return bool(self._missing)
+
+    def clear(self) -> None:
+        """Let go of all graphs. No more are captured."""
+        self._missing, self._missed = {}, None
+        for graphs in self._graphs.values():
+            graphs.clear()
+
+    def _capture(self, size: GraphSize) -> None:
+        graph = self._capture_one(size)
+        known = self._graphs[size.kind] | {size: graph}
+        self._graphs[size.kind] = {each: known[each] for each in self._sizes[size.kind] if each in known}
+        del self._missing[size]
+        if self._missed == size:
+            self._missed = None

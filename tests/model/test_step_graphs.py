@@ -1,0 +1,109 @@
+"""Which graphs exist when, by made-up captures on a fake clock."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from model.step_graphs import GraphSize, Kind, StepGraphs, ladder
+
+
+class Graphs:
+    """StepGraphs whose captures take 5 ms each."""
+
+    def __init__(self, sizes: Iterator[tuple[GraphSize, bool]] | None = None, seconds: float = 0.0) -> None:
+        self.now = 0.0
+        self.captures: list[GraphSize] = []
+        sizes = sizes or ladder(max_running=256, max_tokens=512, has_cascade=True)
+        self.graphs = StepGraphs(sizes, self.capture, seconds=seconds, clock=lambda: self.now)
+        self.at_first = len(self.captures)
+
+    def capture(self, size: GraphSize) -> "Named":
+        self.captures.append(size)
+        self.now += 0.005
+        return Named(size)
+
+    def find(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
+        found = self.graphs.find(kind, tokens, sequences)
+        assert found is None or isinstance(found, Named)
+        return found.size if found else None
+
+    @property
+    def later(self) -> list[GraphSize]:
+        return self.captures[self.at_first :]
+
+
+class Named:
+    """A graph that knows its size."""
+
+    def __init__(self, size: GraphSize) -> None:
+        self.size = size
+
+    def replay(self) -> None: ...
+
+
+@pytest.mark.parametrize("max_running", [1, 5, 100, 256, 1024])
+@pytest.mark.parametrize("kind", [Kind.DECODE, Kind.CASCADE])
+def test_from_the_start_every_batch_finds_a_graph_of_at_most_twice_its_size(max_running, kind) -> None:
+    graphs = Graphs(ladder(max_running=max_running, max_tokens=2048, has_cascade=True))
+    least = min(8, max_running) if kind is Kind.CASCADE else 1
+    for sequences in range(least, max_running + 1):
+        found = graphs.find(kind, sequences, sequences)
+        assert found is not None
+        assert sequences <= found.tokens <= 2 * sequences
+    assert graphs.find(kind, max_running + 1, max_running + 1) is None
+
+
+def test_from_the_start_every_small_mixed_step_finds_a_graph() -> None:
+    graphs = Graphs()
+    for tokens in range(1, 513):
+        found = graphs.find(Kind.MIXED, tokens, min(tokens, 256))
+        assert found is not None
+        assert found.tokens <= max(16, 2 * tokens)
+    assert graphs.find(Kind.MIXED, 513, 8) is None
+
+
+def test_idle_time_captures_all_sizes_once() -> None:
+    graphs = Graphs()
+    assert graphs.at_first < len(list(ladder(max_running=256, max_tokens=512, has_cascade=True)))
+    while graphs.graphs.capture_next():
+        pass
+    sizes = [size for size, _ in ladder(max_running=256, max_tokens=512, has_cascade=True)]
+    assert sorted(graphs.captures, key=repr) == sorted(sizes, key=repr)
+    assert graphs.graphs.captured == len(sizes)
+    assert not graphs.graphs.capture_next()
+    assert graphs.captures == [*dict.fromkeys(graphs.captures)]
+
+
+def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
+    graphs = Graphs()
+    while graphs.graphs.capture_next():
+        pass
+    assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
+    assert graphs.find(Kind.CASCADE, 33, 33) == GraphSize(Kind.CASCADE, 48, 48)
+    assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 192, 64)
+
+
+def test_what_a_step_missed_is_captured_first() -> None:
+    graphs = Graphs()
+    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 256, 256)
+    graphs.graphs.capture_next()
+    assert graphs.later == [GraphSize(Kind.MIXED, 192, 8)]
+    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 192, 8)
+
+
+def test_a_start_goes_on_capturing_for_a_bounded_time() -> None:
+    """The first ones in any case; then as many as come in the time."""
+    sizes = list(ladder(max_running=256, max_tokens=512, has_cascade=True))
+    first = sum(is_first for _, is_first in sizes)
+    assert Graphs().at_first == first
+    assert Graphs(seconds=0.005 * (first + 3)).at_first == first + 3
+    assert Graphs(seconds=10.0).at_first == len(sizes)
+
+
+def test_after_clear_there_are_none_and_none_come() -> None:
+    graphs = Graphs()
+    graphs.find(Kind.DECODE, 33, 33)
+    graphs.graphs.clear()
+    assert graphs.find(Kind.DECODE, 1, 1) is None
+    assert not graphs.graphs.capture_next()
+    assert graphs.later == []
