@@ -226,7 +226,10 @@ class DeviceProgram:
         sequences, tokens = len(plan.rows), len(plan.token_ids)
         chunks = sequences - plan.decodes
         blocks = self.kernels.prefill_blocks(tokens - plan.decodes, chunks) if chunks else 0
-        return CudaStep(stream, sequences, tokens, plan.decodes, blocks, has_groups=self.has_groups(plan))
+        weighs = self.rows.weighs(plan)
+        return CudaStep(
+            stream, sequences, tokens, plan.decodes, blocks, has_groups=self.has_groups(plan), weighs=weighs
+        )
 
     def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
         """Everything of a step that follows its upload. Captured, or launched.
@@ -239,7 +242,7 @@ class DeviceProgram:
         records = None if scored is None else self._score(hidden, scored, step.stream)
         logits = self.kernels.logits(hidden, self._parameters, step)
         self._adjust(step.stream, logits, step.sequences)
-        self._sample(step.stream, logits, self._adjust.masked, step.sequences)
+        self._sample(step.stream, logits, self._adjust.masked, step.sequences, weighs=step.weighs)
         return records
 
     def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int) -> Tensor:
@@ -376,8 +379,8 @@ class CudaExecutor:
         sequences = len(plan.rows)
         if plan.decodes == sequences:
             kind = Kind.CASCADE if self._program.has_groups(plan) else Kind.DECODE
-            return self._graphs.find(kind, sequences, sequences)
-        return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences)
+            return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
+        return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences, weighs=True)
 
     def _warm_up(self, max_running: int) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
@@ -396,6 +399,7 @@ class CudaExecutor:
             decodes=size.sequences,
             prefill_blocks=0,
             has_groups=size.kind is Kind.CASCADE,
+            weighs=size.weighs,
         )
         if size.kind is Kind.MIXED:
             blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)

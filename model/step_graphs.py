@@ -49,6 +49,7 @@ class GraphSize:
     kind: Kind
     tokens: int
     sequences: int
+    weighs: bool = True  # rows may sample by the mass of all tokens (cuda.sample): kernels that are idle otherwise
 
     def holds(self, tokens: int, sequences: int) -> bool:
         return self.tokens >= tokens and self.sequences >= sequences
@@ -59,7 +60,9 @@ class Graph(Protocol):
 
 
 def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[tuple[GraphSize, bool]]:
-    """All sizes, of each kind ascending, and whether each is among the FIRST."""
+    """All sizes, of each kind ascending, and whether each is among the FIRST. Those that weigh come first: they hold
+    the other steps, too.
+    """
     kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.CASCADE, CASCADE_SIZES)] if has_cascade else [])
     for kind, batches in kinds:
         sizes = [size for size in batches if size < max_running] + [max_running]
@@ -72,6 +75,9 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
         most = min(tokens, max_running)
         for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
             yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == most
+    for kind, batches in kinds:
+        for size in [size for size in batches if size < max_running] + [max_running]:
+            yield GraphSize(kind, size, size, weighs=False), False
 
 
 def _doubling(sizes: list[int]) -> Iterator[int]:
@@ -104,12 +110,13 @@ class StepGraphs:
         """
         began = clock()
         self._capture_one = capture
-        self._sizes: dict[Kind, list[GraphSize]] = {kind: [] for kind in Kind}
-        self._graphs: dict[Kind, dict[GraphSize, Graph]] = {kind: {} for kind in Kind}  # ascending
+        lists = [(kind, weighs) for kind in Kind for weighs in (False, True)]
+        self._sizes: dict[tuple[Kind, bool], list[GraphSize]] = {each: [] for each in lists}
+        self._graphs: dict[tuple[Kind, bool], dict[GraphSize, Graph]] = {each: {} for each in lists}  # ascending
         self._missing: dict[GraphSize, None] = {}
         self._missed: GraphSize | None = None  # the latest that a step would have taken
         for size, is_first in list(sizes):
-            self._sizes[size.kind].append(size)
+            self._sizes[size.kind, size.weighs].append(size)
             self._missing[size] = None
             if is_first:
                 self._capture(size)
@@ -121,13 +128,19 @@ class StepGraphs:
         """Graphs that exist."""
         return sum(len(graphs) for graphs in self._graphs.values())
 
-    def find(self, kind: Kind, tokens: int, sequences: int) -> Graph | None:
-        """The smallest graph that holds a step. None if it is larger than all sizes."""
-        if self._missing:
-            wanted = next((size for size in self._sizes[kind] if size.holds(tokens, sequences)), None)
-            if wanted in self._missing:
-                self._missed = wanted
-        return next((graph for size, graph in self._graphs[kind].items() if size.holds(tokens, sequences)), None)
+    def find(self, kind: Kind, tokens: int, sequences: int, *, weighs: bool) -> Graph | None:
+        """The smallest graph that holds a step; of two one that does not weigh. None if it is larger than all sizes."""
+        best: tuple[GraphSize, Graph] | None = None
+        for each in (True,) if weighs else (False, True):
+            if self._missing:
+                wanted = next((size for size in self._sizes[kind, each] if size.holds(tokens, sequences)), None)
+                if wanted in self._missing and (each is weighs or not self._sizes[kind, weighs]):
+                    self._missed = wanted
+            graphs = self._graphs[kind, each].items()
+            found = next(((size, graph) for size, graph in graphs if size.holds(tokens, sequences)), None)
+            if found is not None and (best is None or found[0].tokens < best[0].tokens):
+                best = found
+        return None if best is None else best[1]
 
     def capture_next(self) -> bool:
         """Nothing runs: capture one that is missing. Returns whether more are."""
@@ -143,8 +156,9 @@ class StepGraphs:
 
     def _capture(self, size: GraphSize) -> None:
         graph = self._capture_one(size)
-        known = self._graphs[size.kind] | {size: graph}
-        self._graphs[size.kind] = {each: known[each] for each in self._sizes[size.kind] if each in known}
+        each = size.kind, size.weighs
+        known = self._graphs[each] | {size: graph}
+        self._graphs[each] = {size: known[size] for size in self._sizes[each] if size in known}
         del self._missing[size]
         if self._missed == size:
             self._missed = None

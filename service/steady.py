@@ -95,7 +95,9 @@ class Steady:
         if not len(self.known):
             self.known = state.known[index]
             self.places = index * state.tokens.shape[1] + self.known
-        gaps: FloatArray = np.full(len(index), now - state.last_token_s[index[0]])  # their last ones came together
+            gaps: FloatArray = now - state.last_token_s[index]
+        else:
+            gaps = np.full(len(index), now - state.last_token_s[index[0]])  # their last ones came together
         state.tokens.reshape(-1)[self.places] = tokens
         memory.publish(self.rows, self.known, state.tokens)
         self.known = known = self.known + 1

@@ -163,7 +163,8 @@ def test_graphs_with_groups_and_without() -> None:
 
         def has_groups(plan: StepPlan, executor: CudaExecutor = executor) -> bool:
             executor.use_idle_time()
-            return executor._graph_for(plan) in executor._graphs._graphs[Kind.CASCADE].values()
+            graph, graphs = executor._graph_for(plan), executor._graphs._graphs
+            return any(graph in graphs[Kind.CASCADE, weighs].values() for weighs in (False, True))
 
         for prompt, output, steps in scheduled(executor, has_groups, finds_shared_prefixes=finds):
             assert is_near_best(exact, prompt, output)

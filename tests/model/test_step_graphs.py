@@ -22,8 +22,8 @@ class Graphs:
         self.now += 0.005
         return Named(size)
 
-    def find(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        found = self.graphs.find(kind, tokens, sequences)
+    def find(self, kind: Kind, tokens: int, sequences: int, *, weighs: bool = True) -> GraphSize | None:
+        found = self.graphs.find(kind, tokens, sequences, weighs=weighs)
         assert found is None or isinstance(found, Named)
         return found.size if found else None
 
@@ -81,6 +81,16 @@ def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
     assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
     assert graphs.find(Kind.CASCADE, 33, 33) == GraphSize(Kind.CASCADE, 48, 48)
     assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 192, 64)
+
+
+def test_a_step_that_weighs_nothing_takes_a_graph_without_it_or_a_smaller_one_with_it() -> None:
+    graphs = Graphs()
+    assert graphs.find(Kind.DECODE, 33, 33, weighs=False) == GraphSize(Kind.DECODE, 64, 64)
+    graphs.graphs.capture_next()
+    assert graphs.later == [GraphSize(Kind.DECODE, 40, 40, weighs=False)]
+    assert graphs.find(Kind.DECODE, 33, 33, weighs=False) == GraphSize(Kind.DECODE, 40, 40, weighs=False)
+    assert graphs.find(Kind.DECODE, 33, 33, weighs=True) == GraphSize(Kind.DECODE, 64, 64)
+    assert graphs.find(Kind.DECODE, 3, 3, weighs=False) == GraphSize(Kind.DECODE, 4, 4)
 
 
 def test_what_a_step_missed_is_captured_first() -> None:
