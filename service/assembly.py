@@ -24,7 +24,7 @@ from model.native_kernels import DTYPES as NATIVE_DTYPES
 from model.native_library import load as load_native
 from model.parameters import Parameters
 from service.engine import Engine, EngineObserver
-from service.engine_client import Limits, LocalEngineClient
+from service.engine_client import EngineClient, Limits
 from service.errors import ConfigurationError
 from service.scheduler import Scheduler, SchedulerSettings
 from service.settings import Settings, watermark_shares
@@ -46,7 +46,7 @@ class Assembly:
     config: ModelConfig
     executor: Executor
     engine: Engine
-    client: LocalEngineClient
+    client: EngineClient
     device: str
     dtype: str
     kernels: str  # "cuda", "native" or "torch"
@@ -119,7 +119,7 @@ def assemble(
         max_running=sizes.running,
     )
     engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s)
-    client = LocalEngineClient(engine)
+    client = EngineClient(engine)
     engine.connect(0, client)
     return Assembly(
         config=config,
