@@ -2,6 +2,8 @@
 
 throughput, latency, steady,
 gaps                          the engine without HTTP (bench/offline.py)
+serve                         the whole server under load over HTTP
+front-end                     what a front end costs, with an engine that computes nothing
 kernels                       the CUDA kernels alone
 thin                          the products of few rows, beside cuBLAS
 swap                          copies to host memory, and a workload in a pool that is too small
@@ -16,7 +18,7 @@ import importlib
 import sys
 
 OFFLINE = ("throughput", "latency", "steady", "gaps")
-MODULES = ("kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
+MODULES = ("serve", "front-end", "kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
 
 
 def main(arguments: list[str]) -> int:
@@ -25,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if name not in OFFLINE + MODULES:
         print(f"{__doc__}\n`pagewalk bench NAME --help` lists a benchmark's flags.", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
-    module = importlib.import_module(f"bench.{'offline' if name in OFFLINE else name}")
+    module = importlib.import_module(f"bench.{'offline' if name in OFFLINE else name.replace('-', '_')}")
     sys.argv = [f"pagewalk bench {name}", *([name] if name in OFFLINE else []), *rest]
     module.main()
     return 0

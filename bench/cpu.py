@@ -17,20 +17,17 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import resource
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from bench import workload
+from bench.server_process import serving
 from model.config import read_config
 from model.cpu_threads import usable_cores
 from model.source import resolve
@@ -65,37 +62,6 @@ def rows(model: str, count: int, level: int) -> list[workload.Item]:
 
 
 # --- Ours ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def server(model: str, dtype: str) -> Iterator[str]:
-    """A server in a process of its own on a free port. Yields its base URL when it is ready."""
-    flags = [
-        "--model",
-        model,
-        "--served-model-name",
-        "bench",
-        "--dtype",
-        dtype,
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-    ]
-    command = [sys.executable, "-m", "service", "serve", *flags]
-    env = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `make serve` starts it
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)  # errors go where ours go
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line.rstrip(), file=sys.stderr)
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                yield found.group()
-                return
-        raise SystemExit(f"the server ended with code {process.wait()}")
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 async def one_request(session: aiohttp.ClientSession, url: str, item: workload.Item, times: Times) -> None:
@@ -200,7 +166,8 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
     peer: dict[str, float] = {}
-    with server(arguments.model, arguments.dtype) as url:
+    huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `make serve` starts it
+    with serving(["--model", arguments.model, "--dtype", arguments.dtype], huge_pages) as url:
         other = None if arguments.skip_transformers else Peer(arguments.model, arguments.dtype)
         warm_up = rows(arguments.model, 1, 0)
         asyncio.run(ours(url, warm_up, 1))

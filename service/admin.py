@@ -12,6 +12,7 @@ from aiohttp import web
 
 from service.engine_client import EngineSnapshot
 from service.front_end import FRONT_END
+from service.questions import TakeSnapshot
 
 Facts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 
@@ -19,7 +20,7 @@ Facts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 async def meminfo(request: web.Request) -> web.Response:
     """GET /admin/v1/meminfo. Raises Loading."""
     model = request.app[FRONT_END].loaded()
-    snapshot = model.client.snapshot()
+    snapshot = await request.app[FRONT_END].engine.ask(TakeSnapshot())
     weights: Facts = {"dtype": (model.dtype, ""), "weights_bytes": (model.weights_bytes, "B")}
     return _answer(request, _head(snapshot) | _memory(snapshot) | weights)
 

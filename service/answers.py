@@ -19,6 +19,9 @@ from service.sse import DATA, END
 
 _encode = msgspec.json.Encoder().encode
 
+PLAIN_CLOSING = b',"logprobs":null,"finish_reason":null}]}' + END
+"""The end of nearly all events."""
+
 
 def usage(generation: Generation) -> dict[str, Any]:
     """The usage of an answer that is complete."""
@@ -115,6 +118,7 @@ class _Envelope:
         self._fields = {"id": self.prefix + request_id, "created": created, "model": model}
         self._fingerprint = fingerprint
         self._wishes = wishes
+        self._is_plain = wishes.top_choices is None
         # {"id":…,"object":…,"created":…,"model":…,"choices":[
         self._opening = DATA + _encode(self._envelope(self.event_object))[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}  # per choice
@@ -147,6 +151,8 @@ class _Envelope:
 
     def _closing(self, delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
         """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
+        if self._is_plain and delta.finish_reason is None and usage_so_far is None and not members and not more:
+            return PLAIN_CLOSING
         logprobs = b',"logprobs":null'
         if self._wishes.top_choices is not None:
             logprobs = b',"logprobs":' + _encode(self._logprobs(delta.scored))

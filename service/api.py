@@ -15,6 +15,7 @@ from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnav
 from service.front_end import FRONT_END, FrontEnd
 from service.middleware import ACCESS, Access, Handler, add_headers, answer_every_request, answer_expect
 from service.prompts import chat_prompt, check_text_length
+from service.questions import CountGenerating, RenderMetrics
 from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from service.served_model import ServedModel
 
@@ -158,13 +159,13 @@ async def version(request: web.Request) -> web.Response:
 
 async def load(request: web.Request) -> web.Response:
     """GET /load: requests that generate now, waiting ones included."""
-    return _json({"server_load": request.app[FRONT_END].generating})
+    return _json({"server_load": await request.app[FRONT_END].engine.ask(CountGenerating())})
 
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics."""
-    body, content_type = request.app[FRONT_END].metrics.render(request.headers.get("Accept", ""))
-    return web.Response(body=body, headers={"Content-Type": content_type})
+    text = await request.app[FRONT_END].engine.ask(RenderMetrics(request.headers.get("Accept", "")))
+    return web.Response(body=text.body, headers={"Content-Type": text.content_type})
 
 
 async def not_yet(request: web.Request) -> web.Response:

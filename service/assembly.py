@@ -25,7 +25,7 @@ from model.native_library import load as load_native
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
 from service.engine import Engine, EngineObserver
-from service.engine_client import Limits, LocalEngineClient
+from service.engine_client import EngineClient, Limits
 from service.errors import ConfigurationError
 from service.scheduler import Scheduler, SchedulerSettings
 from service.settings import Settings, watermark_shares
@@ -44,7 +44,7 @@ class Assembly:
     config: ModelConfig
     executor: Executor
     engine: Engine
-    client: LocalEngineClient
+    client: EngineClient
     device: str
     dtype: str
     kernels: str  # "cuda", "native" or "torch"
@@ -120,7 +120,7 @@ def assemble(
         max_running=sizes.running,
     )
     engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s)
-    client = LocalEngineClient(engine)
+    client = EngineClient(engine)
     engine.connect(0, client)
     return Assembly(
         config=config,

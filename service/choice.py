@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
 from service.errors import InternalError, ServiceUnavailable
 from service.logprobs import ScoredToken
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
 from service.token_stream import TokenStream
-from service.tokenization import Detokenizer
 
 MERGE_ABOVE = 16
 """More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token."""
@@ -65,6 +65,7 @@ class Choice:
         "_detokenizer",
         "_finish",
         "_held",
+        "_is_plain",
         "_matcher",
         "_rules",
         "_sent",
@@ -85,7 +86,7 @@ class Choice:
         index: int,
         prompt: Prompt,
         stream: TokenStream,
-        detokenizer: Detokenizer,
+        detokenizer: IncrementalDecoder,
         rules: TextRules,
         finish: Callable[[int], None],
     ) -> None:
@@ -101,6 +102,7 @@ class Choice:
         self._matcher = None if rules.matcher is None else rules.matcher.fresh()
         self._rules = rules
         self._finish = finish
+        self._is_plain = rules.matcher is None and not rules.is_echo_only
         self._held: Delta | None = None
         self._unsent: deque[ScoredToken] = deque()
         self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
@@ -111,6 +113,8 @@ class Choice:
         Raises EngineDead, InternalError or ServiceUnavailable if the Sequence cannot go on.
         """
         tokens, ended, scores = self.stream.take()
+        if ended is None and not scores and self._is_plain:
+            return self._read_plain(tokens)
         if ended is not None:
             self.ended = ended
         if self.finish_reason is not None:
@@ -137,6 +141,22 @@ class Choice:
         if self._rules.ends_complete and self.finish_reason is not None and ended is None:
             self._held = deltas.pop()
         return [merged(deltas)] if len(deltas) > MERGE_ABOVE else deltas
+
+    def _read_plain(self, tokens: list[int]) -> list[Delta]:
+        """`read` where nothing but the text of tokens is to be found: the same, for a tenth of the time."""
+        self.completion_tokens += len(tokens)
+        push = self._detokenizer.push
+        if len(tokens) == 1:
+            text = push(tokens[0])
+            self._text = self._sent = self._text + len(text)
+            return [Delta(text, tokens)]
+        texts = [push(token) for token in tokens]
+        if len(tokens) > MERGE_ABOVE:
+            texts, groups = ["".join(texts)], [tokens]
+        else:
+            groups = [[token] for token in tokens]
+        self._text = self._sent = self._text + sum(map(len, texts))
+        return [Delta(text, group) for text, group in zip(texts, groups, strict=True)]
 
     def _release_held(self) -> list[Delta]:
         """The last Delta, if it was kept back until now."""

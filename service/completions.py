@@ -13,7 +13,7 @@ from aiohttp import web
 
 from service.answers import ChatForm, CompletionForm, Form, Wishes, running_usage
 from service.body import read_body
-from service.choice import Delta, merged
+from service.choice import Choice, Delta, merged
 from service.errors import InternalError, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
@@ -23,6 +23,7 @@ from service.prompts import Prompt, chat_prompt, completion_prompts
 from service.schema import ChatBody, CompletionBody, GenerationBody
 from service.served_model import ServedModel
 from service.sse import DONE, EventStream, error_event
+from service.token_stream import TokenStream
 
 log = structlog.get_logger("pagewalk.http")
 
@@ -90,9 +91,13 @@ async def _answer(
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:
     said: list[list[Delta]] = [[] for _ in generation.choices]
-    while not generation.is_over:
-        for choice, deltas in await generation.next():
+
+    def collect(ready: list[TokenStream]) -> bool:
+        for choice, deltas in generation.read(ready):
             said[choice.index] += deltas
+        return not generation.is_over
+
+    await generation.inbox.read_with(collect)
     write = partial(form.whole, generation, [merged(deltas) for deltas in said])
     scores = sum(len(delta.scored) for deltas in said for delta in deltas)
     scores += sum(len(choice.prompt.scores) for choice in generation.choices)
@@ -121,32 +126,66 @@ async def _answer_in_events(
 
 
 async def _send_events(events: EventStream, body: GenerationBody, generation: Generation, form: Form) -> None:
-    """All events of a stream. What waits goes out in one write."""
-    options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    is_counting = options is not None and bool(options.continuous_usage_stats)
-    prompt_tokens, completion_tokens = generation.prompt_tokens, 0
-    opened = [False] * len(generation.choices)
-    so_far = running_usage(prompt_tokens, 0) if is_counting else None
+    """All events of a stream. What waits goes out in one write.
+
+    As long as the client reads what it is sent, events are written by a plain function, once for all tokens of a step
+    (Inbox.read_with); this task does what has to wait: for a client that lags, for a thread, for the silence.
+    """
+    writer = _EventWriter(body, generation, form)
+
+    def pass_on(ready: list[TokenStream]) -> bool:
+        data = writer.events(generation.read(ready))
+        if data:
+            events.write_now(data)
+        return events.is_flowing and not generation.is_over
+
     while not generation.is_over:
-        parts: list[bytes] = []
-        for choice, deltas in await generation.next():
-            for delta in deltas:
-                is_first = not opened[choice.index]
-                if is_first:
-                    opened[choice.index] = True
-                    write = partial(form.opening, choice, so_far)
-                    is_long = len(choice.prompt.scores) > OFF_LOOP_SCORES
-                    parts.append(await asyncio.to_thread(write) if is_long else write())
-                if is_counting:
-                    completion_tokens += len(delta.token_ids)
-                    so_far = running_usage(prompt_tokens, completion_tokens)
-                parts.append(form.event(choice, delta, so_far, is_first=is_first))
-        if generation.is_over:
-            if with_usage:
-                parts.append(form.usage_event(generation))
-            parts.append(DONE)
-        if parts:
-            await events.write(b"".join(parts))
+        if not body.scores_echo and events.is_flowing:  # scores may take a thread
+            await generation.inbox.read_with(pass_on)
+            data = b""
+        else:
+            news = await generation.next()
+            data = writer.events(news) if writer.is_quick else await asyncio.to_thread(writer.events, news)
+        if data:
+            await events.write(data)
         else:
             await events.keep_alive()
+
+
+class _EventWriter:
+    """Turns what choices say into the events of one stream."""
+
+    def __init__(self, body: GenerationBody, generation: Generation, form: Form) -> None:
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._is_counting = options is not None and bool(options.continuous_usage_stats)
+        self._generation = generation
+        self._form = form
+        self._prompt_tokens, self._completion_tokens = generation.prompt_tokens, 0
+        self._opened = [False] * len(generation.choices)
+        self._so_far = running_usage(self._prompt_tokens, 0) if self._is_counting else None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `events` belongs on the event loop: no scores of a long prompt are to be written."""
+        choices = zip(self._generation.choices, self._opened, strict=True)
+        return all(is_open or len(choice.prompt.scores) <= OFF_LOOP_SCORES for choice, is_open in choices)
+
+    def events(self, news: list[tuple[Choice, list[Delta]]]) -> bytes:
+        """The events of these deltas, perhaps none; with the last of the stream, its end."""
+        parts: list[bytes] = []
+        for choice, deltas in news:
+            for delta in deltas:
+                is_first = not self._opened[choice.index]
+                if is_first:
+                    self._opened[choice.index] = True
+                    parts.append(self._form.opening(choice, self._so_far))
+                if self._is_counting:
+                    self._completion_tokens += len(delta.token_ids)
+                    self._so_far = running_usage(self._prompt_tokens, self._completion_tokens)
+                parts.append(self._form.event(choice, delta, self._so_far, is_first=is_first))
+        if self._generation.is_over:
+            if self._with_usage:
+                parts.append(self._form.usage_event(self._generation))
+            parts.append(DONE)
+        return b"".join(parts)

@@ -221,6 +221,10 @@ class Engine:
         """From now on `receiver` gets what concerns Sequences of `front_end`."""
         self._front_ends[front_end] = receiver
 
+    def disconnect(self, front_end: int) -> None:
+        """Nobody receives for `front_end` any more."""
+        self._front_ends.pop(front_end, None)
+
     def post(self, front_end: int, message: Message) -> None:
         """Hand in a message; it is read before the next step. In the engine's event loop only."""
         if not self._inbox and not self.scheduler.has_work:
@@ -260,7 +264,7 @@ class Engine:
 
     def _publish(self, step: int, committed: Committed, now: float) -> None:
         """One token batch to each front end that the step concerns."""
-        for front_end in self._front_ends if committed else ():
+        for front_end in tuple(self._front_ends) if committed else ():
             mine = np.flatnonzero(committed.front_ends == front_end)
             ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
             prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
@@ -315,7 +319,7 @@ class Engine:
         """End every open Sequence with an error, and let `run` return after the current step."""
         if self._state != "dead":
             self._state = "draining"
-            for receiver in self._front_ends.values():
+            for receiver in tuple(self._front_ends.values()):
                 receiver.deliver(EngineDied(message))
         self._is_stopping = True
         self._wake.set()
@@ -325,7 +329,7 @@ class Engine:
         self._is_idle.set()
         if not isinstance(error, asyncio.CancelledError):
             log.error("engine died", exc_info=error)
-        for receiver in self._front_ends.values():
+        for receiver in tuple(self._front_ends.values()):
             receiver.deliver(EngineDied("the engine has stopped because of an internal error"))
 
     def snapshot(self) -> EngineSnapshot:

@@ -1,7 +1,8 @@
 """The only way to the engine: submit, cancel, finish; and one token batch a step back. All are msgspec messages.
 
-Front ends and engine share one process today and may be different processes tomorrow, so nothing but these messages
-passes between them: no object is shared, and every message survives an encode and decode (a test holds that).
+Front ends and engine share one process or are different ones (engine_link.py), so nothing but these messages passes
+between them: no object is shared, and every message survives an encode and decode (a test holds that). What is not
+about the Sequences of one front end is asked (questions.py).
 
 A *front end* numbers its Sequences itself (`sequence_id`, unique in that front end).
 """
@@ -13,6 +14,7 @@ import msgspec
 from mm import EventCounters, MemoryInformation, MissReason
 from model.step_plan import SamplingParameters
 from service.errors import BadRequest, Draining, EngineDead, Loading, QueueFull, quoted
+from service.turn import Turn
 
 DEFAULT_TENANT = "default"
 """Whose requests are those that name no tenant."""
@@ -205,10 +207,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 
 
 class EnginePort(Protocol):
-    """What an engine offers to a client in the same process."""
+    """What a client sees of the engine: the engine itself in one process, else the link to it (engine_link.py)."""
 
-    limits: Limits
-
+    @property
+    def limits(self) -> Limits: ...
     @property
     def state(self) -> EngineState: ...
     @property
@@ -216,7 +218,6 @@ class EnginePort(Protocol):
     @property
     def waiting(self) -> int: ...
     def post(self, front_end: int, message: Message) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
 
 
 class TokenSink(Protocol):
@@ -228,12 +229,13 @@ class TokenSink(Protocol):
     def fail(self, message: str) -> None: ...
 
 
-class LocalEngineClient:
-    """The client of a front end that shares the engine's process and event loop."""
+class EngineClient:
+    """What handlers submit to, in the event loop of their front end. The same whether the engine shares it or not."""
 
     def __init__(self, engine: EnginePort, front_end: int = 0) -> None:
         self._engine = engine
         self._front_end = front_end
+        self.turn = Turn()
         self._sinks: dict[int, TokenSink] = {}
         self._last_id = 0
 
@@ -253,9 +255,6 @@ class LocalEngineClient:
     @property
     def open_sequences(self) -> int:
         return len(self._sinks)
-
-    def snapshot(self) -> EngineSnapshot:
-        return self._engine.snapshot()
 
     def next_sequence_id(self) -> int:
         self._last_id += 1
@@ -296,7 +295,7 @@ class LocalEngineClient:
             self._engine.post(self._front_end, Finish(sequence_id, at))
 
     def deliver(self, event: Event) -> None:
-        """Called by the engine, in its event loop."""
+        """What the engine has sent (engine.FrontEnd)."""
         if isinstance(event, EngineDied):
             sinks, self._sinks = self._sinks, {}
             for lost in sinks.values():

@@ -1,7 +1,8 @@
 """What the HTTP handlers of one front end share: its settings, the model once it is there, who may come in, counts.
 
 A front end answers from the first moment (`/live`), long before the model is loaded: `FrontEnd.model` is None until
-`__main__` sets it.
+then. It may share the engine's process or be one of several processes (docs/decisions/0016): what concerns the whole
+server it asks (`engine`).
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from service.decoding import UnknownFields
 from service.engine_client import EngineState
 from service.errors import Draining, EngineDead, Loading, QueueFull
 from service.generation import PromptNumbers
+from service.questions import Answerer
 from service.served_model import ServedModel
 
 
@@ -34,7 +36,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpMetrics(Protocol):
-    """Who counts requests and renders /metrics (metrics.py)."""
+    """Who counts requests (http_counts.py)."""
 
     def http_started(self) -> None:
         """A request has arrived."""
@@ -46,10 +48,6 @@ class HttpMetrics(Protocol):
 
     def prompt_ended(self, numbers: PromptNumbers) -> None:
         """A prompt with all its choices is over, however it ended."""
-        ...
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The body of /metrics and its Content-Type, for a client's Accept header."""
         ...
 
 
@@ -82,6 +80,7 @@ class FrontEnd:
     settings: ApiSettings
     metrics: HttpMetrics
     log_request: Callable[..., None]  # one call per request, with its numbers as keyword arguments
+    engine: Answerer  # knows what concerns the whole server; there before the model is
     model: ServedModel | None = None  # set once, when the weights are loaded
     generating: int = 0  # requests that generate now
     api_keys: KeyRing = field(init=False)

@@ -55,7 +55,7 @@ class Generation:
         self._rules, self._template = self._ask(body, model, request_id)
         self.prompts = prompts
         self.choices_per_prompt = body.choices_per_prompt
-        self.inbox = Inbox()
+        self.inbox = Inbox(model.client.turn)
         self.choices: list[Choice] = []
         self._submitted_s = time.monotonic()
         self._first_token_s: float | None = None
@@ -143,8 +143,13 @@ class Generation:
 
         Raises EngineDead, InternalError or ServiceUnavailable.
         """
+        return self.read(await self.inbox.next_ready())
+
+    def read(self, ready: list[TokenStream]) -> list[tuple[Choice, list[Delta]]]:
+        """What these streams have. Raises as `next` does."""
         news = []
-        ready, self._early = [*await self.inbox.next_ready(), *self._early], []
+        if self._early:
+            ready, self._early = [*ready, *self._early], []
         if self._shows_scores:  # a first choice before its siblings: its end lets them go
             ready.sort(key=lambda stream: self._by_stream[stream].index)
         for stream in ready:

@@ -8,6 +8,8 @@ HTTP at all, an unknown Expect) gets the JSON form of errors like everything els
 import asyncio
 import http
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -17,7 +19,6 @@ from service.middleware import error_response, from_http_exception
 
 LINGER_S = 2.0
 """After refusing a body unread, read and drop it for this long, so that the refusal is not lost in a reset."""
-
 
 BACKLOG = 4096
 """Connections that wait to be accepted; the system's own bound (net.core.somaxconn) is as much or less."""
@@ -39,11 +40,49 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web
     )
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Answer on every address of `host`. Raises OSError."""
+Address = tuple[int, Any]
+"""A family and an address of it, as sockets have them."""
+
+
+async def addresses_of(host: str, port: int) -> list[Address]:
+    """Every address of `host`. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-        with socket.create_server(address, family=family, backlog=BACKLOG) as bound:
+    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+
+
+def reserve(addresses: Sequence[Address]) -> list[socket.socket]:
+    """Bind addresses without listening, so that several processes of this user can share them (SO_REUSEPORT).
+
+    Port 0 is a free one. As long as the sockets are open, nobody else gets the ports. Raises OSError: also if somebody
+    listens there already, even if that one would share.
+    """
+    held = []
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as alone:
+            _prepare(alone, family)
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind(address)
+            found = alone.getsockname()
+        shared = socket.socket(family, socket.SOCK_STREAM)
+        held.append(shared)
+        _prepare(shared, family)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(found)
+    return held
+
+
+def _prepare(unbound: socket.socket, family: int) -> None:
+    if family == socket.AF_INET6:  # as create_server does: the IPv4 address is a socket of its own
+        unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+
+
+async def listen(runner: web.AppRunner, addresses: Sequence[Address], *, share: bool = False) -> None:
+    """Answer on these addresses. share: with other processes, which the system deals connections out to.
+
+    Raises OSError.
+    """
+    for family, address in addresses:
+        with socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share) as bound:
             for _ in range(ACCEPTS_PER_TURN):
                 await web.SockSite(runner, bound.dup(), backlog=BACKLOG).start()
 

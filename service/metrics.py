@@ -3,19 +3,15 @@
 Two families of names in one registry: `pagewalk_*`, and the `vllm:*` names that dashboards, autoscalers and gateways of
 the field read. Labels are bounded: never a request, a key or a prompt. Everything is there with 0 from the start.
 
-What the engine does every step is counted here with numpy, for all Sequences at once (prometheus_client's own histogram
-takes about a microsecond an observation, a millisecond for a step of 1,024 Sequences). What can be looked up (queues,
-memory) is looked up when somebody asks.
+What the engine does every step is counted here, for all Sequences at once. What can be looked up (queues, memory) is
+looked up when somebody asks. What front ends count (http_counts.py) is added up then.
 """
 
-import asyncio
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import (
@@ -29,7 +25,8 @@ from prometheus_client.registry import Collector
 
 from service.engine import StepReport
 from service.engine_client import Ended, EndReason, EngineSnapshot
-from service.generation import PromptNumbers
+from service.histogram import Histogram, token_bounds
+from service.http_counts import HttpCounts, Report
 from service.request import Sequence as EngineSequence
 
 FIRST_TOKEN_S = (
@@ -43,41 +40,8 @@ TOKEN_GAP_S = (
 REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 STEP_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-LOOP_LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 PHASES = ("schedule", "submit", "wait", "commit")
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-LOOP_PROBE_S = 0.25
-
-
-class Histogram:
-    """Counts per bucket (a value on an edge is in the bucket below it), and the sum."""
-
-    __slots__ = ("_edges", "bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(map(float, bounds))
-        self._edges = np.array(self.bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """values (N,), none of them NaN."""
-        found = np.bincount(np.searchsorted(self._edges, values), minlength=len(self.counts))
-        self.counts = [count + more for count, more in zip(self.counts, found.tolist(), strict=True)]
-        self.sum += float(values.sum())
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as the text format wants them."""
-        total, result = 0, []
-        for bound, count in zip([*map(repr, self.bounds), "+Inf"], self.counts, strict=True):
-            total += count
-            result.append((bound, float(total)))
-        return result
 
 
 class ServedFacts:
@@ -108,35 +72,32 @@ class ServedFacts:
             "enable_prefix_caching": str(prefix_caching),  # requests may opt out one by one
             "gpu_memory_utilization": str(gpu_memory_utilization),
         }
-        steps = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
-        self.token_bounds = [float(step) for step in steps if step <= max_model_len] or [1.0]
+        self.max_model_len = max_model_len
 
 
 class Metrics(Collector):
-    """All counts of one process. The engine's observer (engine.py) and the front end's HttpMetrics (front_end.py)."""
+    """All counts of the server. The engine's observer (engine.py), and the sum of what the front ends have counted."""
 
     def __init__(self, version: str, *, vllm_names: bool = True) -> None:
         self._version = version
         self._vllm_names = vllm_names
         self._facts: ServedFacts | None = None
 
-        # written by the HTTP side
-        self._http_requests: Counter[tuple[str, str, str]] = Counter()
-        self._http_inflight = 0
+        # written by the front end of this process, if there is one; and what those have left that have ended
+        self.http = HttpCounts()
+        self._front_ends: Callable[[], list[Report]] = list  # the last reports of processes
 
         # written by the engine
         self._ended: Counter[EndReason] = Counter(dict.fromkeys(get_args(EndReason), 0))
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._generated_tokens = 0
         self._first_token_s = Histogram(FIRST_TOKEN_S)
         self._token_gap_s = Histogram(TOKEN_GAP_S)
         self._per_token_s = Histogram(TOKEN_GAP_S)
         self._request_s = {name: Histogram(REQUEST_S) for name in ("e2e", "queue", "inference", "prefill", "decode")}
         self._step_tokens = Histogram(STEP_TOKENS)
         self._step_s = {phase: Histogram(STEP_S) for phase in PHASES}
-        self._choices_of_prompt = Histogram((1, 2, 5, 10, 20))
-        self._request_tokens: dict[str, Histogram] = {}  # bounds depend on the model
+        self._sequence_tokens = Histogram(())  # bounds depend on the model
 
-        self._loop_lag_s = Histogram(LOOP_LAG_S)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -145,8 +106,12 @@ class Metrics(Collector):
     def serve(self, facts: ServedFacts) -> None:
         """The model is loaded: its series exist from now on."""
         self._facts = facts
-        names = ("prompt", "generation", "max_num_generation", "params_max")
-        self._request_tokens = {name: Histogram(facts.token_bounds) for name in names}
+        self._sequence_tokens = Histogram(token_bounds(facts.max_model_len))
+        self.http.serve(facts.max_model_len)
+
+    def add_front_ends(self, reports: Callable[[], list[Report]]) -> None:
+        """Front ends are processes: `reports` gives the last report of each that runs."""
+        self._front_ends = reports
 
     # --- the engine's observer: called in its loop, once a step or once a Sequence
 
@@ -163,8 +128,7 @@ class Metrics(Collector):
     def sequence_ended(self, sequence: EngineSequence, ended: Ended, now: float) -> None:
         self._ended[ended.reason] += 1
         self._request_s["e2e"].observe(now - sequence.submitted_s)
-        if self._request_tokens:
-            self._request_tokens["generation"].observe(ended.output_tokens)
+        self._sequence_tokens.observe(ended.output_tokens)
         if sequence.admitted_s is None:
             return
         self._request_s["queue"].observe(sequence.admitted_s - sequence.submitted_s)
@@ -177,25 +141,7 @@ class Metrics(Collector):
         if ended.output_tokens > 1:
             self._per_token_s.observe((now - sequence.first_token_s) / (ended.output_tokens - 1))
 
-    # --- the HTTP side
-
-    def http_started(self) -> None:
-        self._http_inflight += 1
-
-    def http_ended(self, route: str, method: str, status: int) -> None:
-        self._http_inflight -= 1
-        self._http_requests[route, method if method in METHODS else "other", str(status)] += 1
-
-    def prompt_ended(self, numbers: PromptNumbers) -> None:
-        """What counts once for a prompt, however many choices it has."""
-        self._choices_of_prompt.observe(numbers.choices)
-        if self._request_tokens:
-            self._request_tokens["prompt"].observe(numbers.prompt_tokens)
-            self._request_tokens["max_num_generation"].observe(numbers.longest_output)
-            self._request_tokens["params_max"].observe(numbers.max_tokens)
-        if numbers.is_answered:
-            self._prompt_tokens += numbers.prompt_tokens
-            self._cached_tokens += numbers.cached_tokens
+    # --- what was counted, as text
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """OpenMetrics where `accept` names it, else text 0.0.4. (The library's own choice fails on odd headers.)"""
@@ -204,14 +150,6 @@ class Metrics(Collector):
             return body, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
-    async def watch_loop(self) -> None:
-        """Measure for how long the event loop does not get to what is due. Runs until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LOOP_PROBE_S
-            await asyncio.sleep(LOOP_PROBE_S)
-            self._loop_lag_s.observe(max(0.0, loop.time() - due))
-
     # --- for prometheus_client
 
     def describe(self) -> list[Metric]:
@@ -219,30 +157,35 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._own_process()
+        reports = self._front_ends()
+        http = self.http.with_all(reports)
+        yield from self._own_processes(http, len(reports))
         if self._facts is None:
             return
         snapshot = self._facts.snapshot()
         yield from self._own_engine(self._facts, snapshot)
         if self._vllm_names:
-            yield from self._of_the_field(self._facts, snapshot)
+            yield from self._of_the_field(self._facts, snapshot, http)
 
-    def _own_process(self) -> Iterator[Metric]:
+    def _own_processes(self, http: HttpCounts, front_ends: int) -> Iterator[Metric]:
         build = GaugeMetricFamily("pagewalk_build_info", "Version of the server", labels=["version"])
         build.add_metric([self._version], 1)
         yield build
         requests = CounterMetricFamily(
             "pagewalk_http_requests", "Requests answered (499: the client left)", labels=["route", "method", "status"]
         )
-        for labels, count in sorted(self._http_requests.items()):
+        for labels, count in sorted(http.requests.items()):
             requests.add_metric(labels, count)
         yield requests
-        yield GaugeMetricFamily("pagewalk_http_inflight", "Requests that are being answered", self._http_inflight)
+        yield GaugeMetricFamily("pagewalk_http_inflight", "Requests that are being answered", http.inflight)
         lag = HistogramMetricFamily(
             "pagewalk_event_loop_lag_seconds", "How late the event loop gets to what is due", labels=[]
         )
-        lag.add_metric([], self._loop_lag_s.buckets(), self._loop_lag_s.sum)
+        loop_lag_s = http.histograms["loop_lag_s"]
+        lag.add_metric([], loop_lag_s.buckets(), loop_lag_s.sum)
         yield lag
+        yield GaugeMetricFamily("pagewalk_front_ends", "Processes that answer HTTP beside the engine's", front_ends)
+        yield CounterMetricFamily("pagewalk_front_end_cpu_seconds", "CPU time of those processes", http.cpu_s)
 
     def _own_engine(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
         memory, counters = snapshot.memory, snapshot.counters
@@ -287,7 +230,7 @@ class Metrics(Collector):
             steps.add_metric([phase], histogram.buckets(), histogram.sum)
         yield steps
 
-    def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
+    def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot, http: HttpCounts) -> Iterator[Metric]:
         keys, values = list(facts.labels), list(facts.labels.values())
         memory, counters = snapshot.memory, snapshot.counters
         waiting = snapshot.waiting + snapshot.swapped
@@ -314,8 +257,8 @@ class Metrics(Collector):
         yield cache
 
         counts = {
-            "prompt_tokens": ("Prompt tokens of answered requests", self._prompt_tokens),
-            "prompt_tokens_cached": ("... of them not computed", self._cached_tokens),
+            "prompt_tokens": ("Prompt tokens of answered requests", http.prompt_tokens),
+            "prompt_tokens_cached": ("... of them not computed", http.cached_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the page cache", counters.prefix_query),
             "prefix_cache_hits": ("... of them found", counters.prefix_hit),
             "generation_tokens": ("Tokens generated", self._generated_tokens),
@@ -336,10 +279,12 @@ class Metrics(Collector):
             "request_time_per_output_token_seconds": self._per_token_s,
             "e2e_request_latency_seconds": self._request_s["e2e"],
             "iteration_tokens_total": self._step_tokens,
-            "request_params_n": self._choices_of_prompt,
+            "request_params_n": http.histograms["choices"],
+            "request_generation_tokens": self._sequence_tokens,
         }
         histograms |= {f"request_{name}_time_seconds": h for name, h in self._request_s.items() if name != "e2e"}
-        histograms |= {f"request_{name}_tokens": histogram for name, histogram in self._request_tokens.items()}
+        of_prompts = ("prompt", "max_num_generation", "params_max")
+        histograms |= {f"request_{name}_tokens": http.histograms[name] for name in of_prompts}
         for name, histogram in histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=keys)
             family.add_metric(values, histogram.buckets(), histogram.sum)

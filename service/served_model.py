@@ -1,14 +1,55 @@
 """What a front end knows of the model that it serves, and how it reaches the engine: one frozen object.
 
-It is made once the weights are loaded; before that a front end answers 503 (`service/api.py`).
+It is made once the weights are loaded; before that a front end answers 503 (`service/api.py`). `ModelFacts` are what
+travels to a front end in a process of its own, which loads the tokenizer itself.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from model.step_plan import SamplingParameters
-from service.engine_client import LocalEngineClient
+from service.engine_client import EngineClient
 from service.errors import NotFound, quoted
 from service.tokenization import Tokenizer
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True):
+    """What a tokenizer is loaded from."""
+
+    folder: str
+    chat_template: str | None  # its text, in place of the model's own
+    embedded: int  # ids that the model has an embedding for
+
+    def load(self) -> Tokenizer:
+        """Takes a second. Raises TokenizerNotUsable, OSError."""
+        return Tokenizer.load(Path(self.folder), self.chat_template, self.embedded)
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """The fields of ServedModel that are plain data."""
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    end_ids: tuple[int, ...]
+    defaults: SamplingParameters
+    dtype: str
+    weights_bytes: int
+
+    def served(self, tokenizer: Tokenizer, client: EngineClient) -> "ServedModel":
+        return ServedModel(
+            names=self.names,
+            root=self.root,
+            created=self.created,
+            end_ids=self.end_ids,
+            defaults=self.defaults,
+            tokenizer=tokenizer,
+            client=client,
+            dtype=self.dtype,
+            weights_bytes=self.weights_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +62,7 @@ class ServedModel:
     end_ids: tuple[int, ...]  # any of these ends a Sequence
     defaults: SamplingParameters  # from the model's generation settings; the seed is not used
     tokenizer: Tokenizer
-    client: LocalEngineClient
+    client: EngineClient
     dtype: str  # of weights, keys and values
     weights_bytes: int
 

@@ -6,38 +6,43 @@
 
 Sockets come first: a port that is taken is known before minutes of loading, and probes are answered from the start.
 Loading runs in threads, since the event loop must not wait; torch is imported there, not before.
+
+HTTP is answered here, by `Doors`, or by processes of their own, `FrontEnds`. Either way a front end asks what concerns
+the whole server (questions.py), and `Server` says who answers.
 """
 
 import asyncio
 import concurrent.futures
-import errno
-import gc
 import json
 import os
-import resource
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-from aiohttp import web
 
+from model.cpu_threads import usable_cores
 from model.errors import ModelError
 from model.step_plan import SamplingParameters
 from service import logs
-from service.api import make_admin_app, make_app
-from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, Event, Submit
+from service.doors import FLUSH_S, Doors, cannot_listen, url_host
+from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, EngineSnapshot, Event, Submit
+from service.engine_link import Hello, Serve, addresses
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
-from service.http_server import listen, make_runner
+from service.front_ends import FrontEndFailed, FrontEnds
+from service.http_server import addresses_of, reserve
 from service.metrics import Metrics, ServedFacts
+from service.process import allow_many_sockets, settle
 from service.progress import StartProgress
-from service.served_model import ServedModel
+from service.questions import OWN_FRONT_END, Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
+from service.served_model import ModelFacts, TokenizerFiles
 from service.settings import Settings
 from service.tokenization import Tokenizer, TokenizerNotUsable
 
@@ -46,14 +51,11 @@ if TYPE_CHECKING:
     from service.assembly import Assembly
 
 EXIT_MODEL, EXIT_DEVICE, EXIT_FAULT = 3, 4, 70
-FLUSH_S = 5.0
-"""At the end, how long handlers may take to send what is ready: error events, the last text."""
+WARM_UP = OWN_FRONT_END + 1
+"""The engine's front end for the generation before the doors open."""
 
-SPARE_FILES = 256
-"""Open files beside those of requests that generate: probes, refusals, idle connections, bodies that are being read."""
-
-HTTP_FRONT_END, WARM_UP = 0, 1
-"""Numbers of the engine's front ends: the HTTP side, and the generation before it opens."""
+MOST_FRONT_ENDS, CORES_A_FRONT_END = 4, 4
+"""What --front-ends auto comes to on a GPU: one process streams 50,000 tokens a second and more."""
 
 log = structlog.get_logger("pagewalk.server")
 T = TypeVar("T")
@@ -76,13 +78,15 @@ class Loaded:
         root: str,
         tokenizer: Tokenizer,
         assembly: "Assembly",
+        files: TokenizerFiles,
         phases_s: dict[str, float] | None = None,
     ) -> None:
-        """phases_s: what the parts of loading took."""
+        """files: what `tokenizer` was loaded from. phases_s: what the parts of loading took."""
         self.phases_s = phases_s or {}
         self.name = name
         self.root = root
         self.tokenizer = tokenizer
+        self.tokenizer_files = files
         self.assembly = assembly
 
     def close(self) -> None:
@@ -91,24 +95,36 @@ class Loaded:
 
 
 class Server:
-    """One server process."""
+    """One server: the engine's process, with all that it starts."""
 
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
         self.metrics = Metrics(version, vllm_names=settings.metrics_compat == "vllm")
-        api = ApiSettings(
+        self.answers = Answers()
+        self.answers.on(RenderMetrics, self._render_metrics)
+        self.answers.on(CountGenerating, self._count_generating)
+        self.api = ApiSettings(
             version=version,
             api_keys=tuple(settings.api_keys),
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
             unknown_fields=settings.unknown_fields,
             max_logprobs=settings.max_logprobs,
-            max_generating=_allow_many_sockets(),
+            max_generating=allow_many_sockets(),
         )
-        self.front_end = FrontEnd(api, self.metrics, logs.log_request)
+        count = front_end_count(settings)
+        self.doors: Doors | None = None  # one of these two
+        self.front_ends: FrontEnds | None = None
+        if count == 0:
+            self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers))
+        else:
+            self.front_ends = FrontEnds(self._hello, count, self.answers, self.metrics.http)
+            self.metrics.add_front_ends(self.front_ends.reports)
+        self.is_open = False  # requests are admitted, or were
         self._stop = asyncio.Event()
-        self._runners: list[web.AppRunner] = []
         self._started_s = time.monotonic()
+        self._held: list[socket.socket] = []  # the port and the admin port that front ends share
+        self._admin_from = 0  # in `_held`, those of the admin port
         self.port = 0
         self.admin_port = 0
 
@@ -117,36 +133,102 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        watch = asyncio.create_task(self.metrics.watch_loop())
+        watch = asyncio.create_task(self.metrics.http.watch_loop())
         try:
-            self.port = await self._listen(make_app(self.front_end), self.settings.host, self.settings.port, "port")
-            admin = make_admin_app(self.front_end)
-            self.admin_port = await self._listen(
-                admin, self.settings.admin_host, self.settings.admin_port, "admin-port"
-            )
-            loading = asyncio.ensure_future(load(self.settings, self.metrics))
-            if not await self._unless_stopped(loading):
+            await self._bind()
+            starting = asyncio.gather(load(self.settings, self.metrics), self._start_front_ends())
+            if not await self._unless_stopped(starting):
                 return 0
-            return await self._serve(loading.result())
+            loaded, _ = starting.result()
+            return await self._serve(loaded)
         finally:
             watch.cancel()
-            for runner in self._runners:  # handlers send what is left, for FLUSH_S at most
-                await runner.cleanup()
+            await self._close_doors()  # handlers send what is left, for FLUSH_S at most
+
+    async def _bind(self) -> None:
+        """Take the ports; without front ends of their own, also answer there. Raises ConfigurationError."""
+        chosen = self.settings
+        if self.doors is not None:
+            await self.doors.open_at(chosen.host, chosen.port, chosen.admin_host, chosen.admin_port)
+            self.port, self.admin_port = self.doors.port, self.doors.admin_port
+        if self.front_ends is not None:
+            self._held = await _reserved(chosen.host, chosen.port, "port")
+            self._admin_from = len(self._held)
+            self._held += await _reserved(chosen.admin_host, chosen.admin_port, "admin-port")
+            self.port = self._held[0].getsockname()[1]
+            self.admin_port = self._held[self._admin_from].getsockname()[1]
+
+    async def _start_front_ends(self) -> None:
+        """Those in processes of their own, which answer from then on. Raises Failure."""
+        if self.front_ends is not None:
+            try:
+                await self.front_ends.open()
+            except FrontEndFailed as error:
+                raise Failure(f"a front end cannot start: {error}", EXIT_FAULT) from error
+
+    async def _close_doors(self) -> None:
+        if self.doors is not None:
+            await self.doors.close()
+        if self.front_ends is not None:
+            await self.front_ends.close()
+        for held in self._held:
+            held.close()
+
+    def _hello(self, number: int) -> Hello:
+        """What a front end in a process of its own must know."""
+        held = addresses([(bound.family, bound.getsockname()) for bound in self._held])
+        return Hello(
+            front_end=number,
+            settings=self.api,
+            addresses=held[: self._admin_from],
+            admin_addresses=held[self._admin_from :],
+            log_level=self.settings.log_level,
+            log_format=self.settings.log_format,
+            silence_s=self.settings.step_timeout_s,
+        )
+
+    @property
+    def generating(self) -> int:
+        """Requests that generate or wait. Of front ends in processes of their own: as they reported last."""
+        if self.front_ends is not None:
+            return self.front_ends.generating
+        assert self.doors is not None
+        return self.doors.front_end.generating
+
+    def _tell_state(self) -> None:
+        """The engine's state has changed: front ends in processes of their own must be told."""
+        if self.front_ends is not None:
+            self.front_ends.tell_status()
+
+    # --- questions of front ends
+
+    async def _render_metrics(self, front_end: int, question: RenderMetrics) -> MetricsText:
+        if self.front_ends is not None:
+            await self.front_ends.fresh_reports()
+        return MetricsText(*self.metrics.render(question.accept))
+
+    async def _count_generating(self, front_end: int, question: CountGenerating) -> int:
+        if self.front_ends is not None:
+            await self.front_ends.fresh_reports()
+        return self.generating
+
+    # --- with a model
 
     async def _serve(self, loaded: Loaded) -> int:
         engine = loaded.assembly.engine
         running = asyncio.create_task(engine.run())
         try:
-            self._publish(loaded)
             began_s = time.monotonic()
-            warm = asyncio.ensure_future(warm_up(loaded))
+            warm: asyncio.Future[Any] = asyncio.gather(warm_up(loaded), self._publish(loaded))
             await asyncio.wait([warm, running], return_when=asyncio.FIRST_COMPLETED)
             if warm.done():
                 warm.result()
                 engine.open()
                 loaded.phases_s["warm-up"] = round(time.monotonic() - began_s, 3)
-                _settle()
+                self._tell_state()
+                settle()
                 self._announce(loaded)
+                self.is_open = True
                 await self._unless_stopped(running)
             if not running.done():
                 await self._drain(loaded, running)
@@ -160,8 +242,8 @@ class Server:
         finally:
             await end(loaded, running)
 
-    def _publish(self, loaded: Loaded) -> None:
-        """Let the front end and the metrics know the model."""
+    async def _publish(self, loaded: Loaded) -> None:
+        """Let the front ends and the metrics know the model. Raises Failure."""
         assembly, settings = loaded.assembly, self.settings
         names = tuple(settings.served_model_names or [loaded.name])
         advice = assembly.config.sampling
@@ -176,10 +258,15 @@ class Server:
                 max_model_len=assembly.client.limits.max_model_len,
                 tier="gpu" if assembly.device == "cuda" else "host",
                 prefix_caching=settings.enable_prefix_caching,
-                snapshot=assembly.client.snapshot,
+                snapshot=assembly.engine.snapshot,
             )
         )
-        self.front_end.model = ServedModel(
+
+        async def take_snapshot(front_end: int, question: TakeSnapshot) -> EngineSnapshot:
+            return assembly.engine.snapshot()
+
+        self.answers.on(TakeSnapshot, take_snapshot)
+        facts = ModelFacts(
             names=names,
             root=loaded.root,
             created=int(time.time()),
@@ -190,11 +277,17 @@ class Server:
                 top_p=1.0 if advice.top_p is None else advice.top_p,
                 repetition_penalty=1.0 if advice.repetition_penalty is None else advice.repetition_penalty,
             ),
-            tokenizer=loaded.tokenizer,
-            client=assembly.client,
             dtype=assembly.dtype,
             weights_bytes=assembly.weights_bytes,
         )
+        if self.doors is not None:
+            self.doors.front_end.model = facts.served(loaded.tokenizer, assembly.client)
+        if self.front_ends is not None:
+            message = Serve(facts, loaded.tokenizer_files, assembly.client.limits)
+            try:
+                await self.front_ends.serve(assembly.engine, message)
+            except FrontEndFailed as error:
+                raise Failure(f"a front end cannot start: {error}", EXIT_FAULT) from error
 
     def _announce(self, loaded: Loaded) -> None:
         assembly = loaded.assembly
@@ -206,7 +299,7 @@ class Server:
             dtype=assembly.dtype,
             kernels=assembly.kernels,
             url=self._url(),
-            admin=f"http://{_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
+            admin=f"http://{url_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
             max_model_len=limits.max_model_len,
             largest_request_tokens=limits.request_tokens(DEFAULT_TENANT),
             frames=assembly.executor.frames,
@@ -230,36 +323,21 @@ class Server:
         return f"curl -N {self._url()}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
 
     def _url(self) -> str:
-        return f"http://{_host(self.settings.host)}:{self.port}"
+        return f"http://{url_host(self.settings.host)}:{self.port}"
 
     async def _drain(self, loaded: Loaded, running: "asyncio.Task[None]") -> None:
         """Admit nothing more, and wait for what runs, up to the timeout."""
         engine = loaded.assembly.engine
         engine.drain()
-        log.info("draining", requests=self.front_end.generating, timeout_s=self.settings.shutdown_timeout_s)
+        self._tell_state()
+        log.info("draining", requests=self.generating, timeout_s=self.settings.shutdown_timeout_s)
         drained: asyncio.Task[None] = asyncio.create_task(engine.drained())
         await asyncio.wait(
             [drained, running], timeout=self.settings.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if not drained.done():
             drained.cancel()
-            log.warning("ending what still runs", requests=self.front_end.generating)
-
-    async def _listen(self, app: web.Application, host: str, port: int, flag: str) -> int:
-        """Start to answer on an address; returns the port. Raises ConfigurationError."""
-        runner = make_runner(app, shutdown_timeout_s=FLUSH_S)
-        await runner.setup()
-        self._runners.append(runner)
-        try:
-            await listen(runner, host, port)
-        except OSError as error:
-            where = f"{_host(host, listening=True)}:{port}"
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigurationError(
-                    f"{where} is in use: stop what listens there, or choose another --{flag}"
-                ) from None
-            raise ConfigurationError(f"cannot listen on {where}: {error.strerror or error}") from None
-        return int(runner.addresses[0][1])
+            log.warning("ending what still runs", requests=self.generating)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
@@ -374,12 +452,13 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
     files, vocabulary = await in_thread(lambda: _find(settings))
     report.ended("find model")
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
+    tokenizer_files = TokenizerFiles(str(folder.absolute()), template, vocabulary)
     assembling = in_thread(lambda: _assemble(settings, files.folder, metrics, report))
-    tokenizing = in_thread(lambda: _load_tokenizer(folder, template, vocabulary))
+    tokenizing = in_thread(lambda: _load_tokenizer(tokenizer_files))
     tokenizer, assembly = await asyncio.gather(tokenizing, assembling)
     report.ended("rest")
     log.info("loaded", model=files.name, seconds=round(sum(report.seconds.values()), 2))
-    return Loaded(files.name, files.root, tokenizer, assembly, report.seconds)
+    return Loaded(files.name, files.root, tokenizer, assembly, tokenizer_files, report.seconds)
 
 
 def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
@@ -412,9 +491,9 @@ def _find(settings: Settings) -> "tuple[ModelFiles, int]":
         return files, read_config(files.folder).vocabulary
 
 
-def _load_tokenizer(folder: Path, template: str | None, vocabulary: int) -> Tokenizer:
+def _load_tokenizer(files: TokenizerFiles) -> Tokenizer:
     with _failures("load the tokenizer"):
-        return Tokenizer.load(folder, template, vocabulary)
+        return files.load()
 
 
 def _assemble(settings: Settings, folder: Path, metrics: Metrics, report: StartProgress) -> "Assembly":
@@ -458,27 +537,21 @@ def _read_template(path: Path) -> str:
         raise ConfigurationError(f"--chat-template {path} cannot be read: {error}") from error
 
 
-def _host(address: str, *, listening: bool = False) -> str:
-    """An address as it stands in a URL; one that means "all" is reached as localhost."""
-    if address in ("0.0.0.0", "::") and not listening:
-        return "127.0.0.1"
-    return f"[{address}]" if ":" in address else address
+async def _reserved(host: str, port: int, flag: str) -> list[socket.socket]:
+    """Every address of a host, held for processes to share. Raises ConfigurationError."""
+    try:
+        return reserve(await addresses_of(host, port))
+    except OSError as error:
+        raise cannot_listen(error, host, port, flag) from None
 
 
-def _allow_many_sockets() -> int | None:
-    """Allow as many open files as this user may have: each request is one, and shells give 1,024.
-
-    Returns how many requests may hold one: without spare files not even a probe could come in. None: no bound.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # not allowed after all: serve with what there is
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return None if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
+def has_nvidia_driver() -> bool:
+    return Path("/dev/nvidiactl").exists()
 
 
-def _settle() -> None:
-    """What was loaded stays: the collector need not look at it again, which would stop every stream for a while."""
-    gc.collect()
-    gc.freeze()
+def front_end_count(settings: Settings) -> int:
+    """Processes that answer HTTP. Whether there is a GPU is told by its driver: torch would take seconds to say so."""
+    if settings.front_ends is not None:
+        return settings.front_ends
+    on_gpu = settings.device == "cuda" or (settings.device == "auto" and has_nvidia_driver())
+    return min(MOST_FRONT_ENDS, max(1, usable_cores() // CORES_A_FRONT_END)) if on_gpu else 0

@@ -200,6 +200,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     host: Annotated[Text, About("HTTP", "address to listen on; 0.0.0.0 is all", "ADDRESS")] = "127.0.0.1"
     port: Annotated[Port, About("HTTP", "port to listen on; 0 picks a free one")] = 8000
+    front_ends: Annotated[
+        Annotated[int, Meta(ge=0, le=64)] | None,
+        About(
+            "HTTP",
+            "processes that answer HTTP, beside the one of the engine. 0: the engine's process does that too; auto: 0 "
+            "on the CPU; on a GPU one for each four cores, 1 to 4",
+            "N",
+            auto=True,
+        ),
+    ] = None
     api_keys: Annotated[
         list[Key],
         About("HTTP", "keys that clients must send one of; none: everybody may come (PAGEWALK_API_KEY_FILE: a file)"),

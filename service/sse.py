@@ -17,6 +17,10 @@ END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+LAG_BYTES = 16_384
+"""A client that leaves more than this unread lags: its tokens wait, are merged, and sent when it has read. (What the
+system itself buffers is not counted.)"""
+
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -36,6 +40,8 @@ class EventStream:
         """`wake` lets the handler return from whatever it waits on; it then calls `keep_alive`."""
         self.response = web.StreamResponse(headers=HEADERS)
         self.is_started = False  # the status line is out
+        self._transport: asyncio.Transport | None = None  # once it is started
+        self._is_chunked = False  # HTTP/1.0 has no chunks
         self._request = request
         self._keep_alive_s = keep_alive_s
         self._wake = wake
@@ -54,7 +60,28 @@ class EventStream:
         if not self.is_started:
             self.is_started = True
             await self.response.prepare(self._request)
+            self._transport = self._request.transport
+            if self._transport is not None:
+                self._transport.set_write_buffer_limits(high=LAG_BYTES)  # beyond it `drain` waits
+            self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         await self.response.write(data)
+        if not self.is_flowing:
+            await self._request.writer.drain()
+        self._written_s = self._loop.time()
+
+    @property
+    def is_flowing(self) -> bool:
+        """Whether the client reads what is sent, so that more can be sent without waiting."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() < LAG_BYTES
+
+    def write_now(self, data: bytes) -> None:
+        """`write` without waiting; only after `is_flowing`.
+
+        Past aiohttp, whose writer takes longer for an event than all else together: its chunks are made here.
+        """
+        assert self._transport is not None
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         self._written_s = self._loop.time()
 
     async def keep_alive(self) -> None:

@@ -51,7 +51,7 @@ class TokenBytes:
         if spelling is None:
             return b""
         if self._is_byte_level:
-            codes = [_BYTE_OF.get(character) for character in spelling]
+            codes = [BYTE_OF.get(character) for character in spelling]
             known = [code for code in codes if code is not None]
             return bytes(known) if len(known) == len(codes) else spelling.encode()
         if self._has_byte_tokens and (byte := _BYTE.fullmatch(spelling)):
@@ -80,4 +80,5 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_of_character()
+BYTE_OF = _byte_of_character()
+"""The byte that a character of a byte-level vocabulary stands for."""

@@ -9,6 +9,9 @@ Everything here happens on one event loop, in one thread: no locks. A slow reade
 and the engine makes at most `max_tokens` of them per Sequence; what waits is taken at once.
 
     client ── put/end/fail ──▶ TokenStream ──(first news)──▶ Inbox ── next_ready ──▶ handler ── take ──▶ tokens, ended
+
+While a handler has nothing to do but to pass tokens on, it lends its place to a plain function (`read_with`), which is
+called once for all news of a step: that saves the switch to the handler's task for each token.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ from typing import NamedTuple
 
 from service.engine_client import Ended, Scores
 from service.errors import EngineDead
+from service.turn import Turn
 
 
 class TokenChunk(NamedTuple):
@@ -34,21 +38,57 @@ class TokenChunk(NamedTuple):
 class Inbox:
     """What one handler waits on: which of its streams have news."""
 
-    __slots__ = ("_ready", "_waiter")
+    __slots__ = ("_is_called", "_reader", "_ready", "_turn", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn | None = None) -> None:
+        """turn: shared by all inboxes of a front end; None: its own."""
+        self._turn = Turn() if turn is None else turn
         self._ready: deque[TokenStream] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Callable[[list[TokenStream]], bool] | None = None
+        self._is_called = False  # the reader is about to be
 
     def wake(self) -> None:
-        """Let `next_ready` return, with an empty list if no stream has news."""
+        """Let `next_ready` return, with an empty list if no stream has news; `read_with` returns, too."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def add(self, stream: "TokenStream") -> None:
         """Called by a stream with its first news since it was read."""
         self._ready.append(stream)
-        self.wake()
+        if self._reader is None:
+            self.wake()
+        elif not self._is_called:
+            self._is_called = True
+            self._turn.add(self._call)  # not now: a step may have more news for this handler
+
+    async def read_with(self, reader: "Callable[[list[TokenStream]], bool]") -> None:
+        """Call `reader` with the streams that have news, until it returns False, or `wake` is called.
+
+        Raises what the reader raises.
+        """
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._reader = reader
+        try:
+            if self._ready:
+                self._call()
+            await self._waiter
+        finally:
+            self._reader = self._waiter = None
+
+    def _call(self) -> None:
+        self._is_called = False
+        if self._reader is None or self._waiter is None or self._waiter.done():
+            return  # what has come waits for next_ready
+        ready = list(self._ready)
+        self._ready.clear()
+        try:
+            goes_on = self._reader(ready)
+        except Exception as error:  # noqa: BLE001 - raised again where the handler waits
+            self._waiter.set_exception(error)
+        else:
+            if not goes_on:
+                self._waiter.set_result(None)
 
     async def next_ready(self) -> "list[TokenStream]":
         """The streams with news, in order of arrival. Waits for some, or for `wake`. One reader at a time."""

@@ -5,9 +5,9 @@ Owns the `tokenizers` object of the model. Three promises:
 1. Encoding lets go of the GIL, so a long text in a worker thread does not stop the event loop (`encode_async`).
 2. In a chat, what a client wrote never becomes a control token (control_tokens.py). Plain completions may write them:
    that is how a client prompts a model by hand.
-3. `Detokenizer`: what `push` and `flush` return, joined, is the text of all ids decoded at once. Streamed and
-   non-streamed answers are both made by it, so they are equal also where a tokenizer's own decoding is not additive
-   (runs of byte tokens that are no valid UTF-8, in the sentence-piece kind).
+3. `Detokenizer`, and `ByteDetokenizer` where tokens stand for bytes: what `push` and `flush` return, joined, is the
+   text of all ids decoded at once. Streamed and non-streamed answers are both made by it, so they are equal also where
+   a tokenizer's own decoding is not additive (runs of byte tokens that are no valid UTF-8, in the sentence-piece kind).
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from service.byte_detokenizer import ByteDetokenizer, IncrementalDecoder, TokenTexts
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
 from service.control_tokens import ControlTokens, strings_in
 from service.errors import BadRequest
@@ -60,6 +61,7 @@ class Tokenizer:
         spec = msgspec.json.decode(backend.to_str())
         self._longest_token_bytes = _longest_token_bytes(spec)
         self.token_bytes = TokenBytes(backend, spec)
+        self._texts = TokenTexts.of(backend, spec)
         self._control = ControlTokens(backend, spec)
         self._before, self._after = self._added_around()
         # One thread: two long prompts take turns, so a burst of them leaves a core for the engine.
@@ -189,9 +191,10 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> "Detokenizer":
+    def detokenizer(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
         """Incremental decoding of one Sequence's output."""
-        return Detokenizer(self.backend, skip=self._control.ids if skip_special_tokens else frozenset())
+        skip = self._control.ids if skip_special_tokens else frozenset()
+        return Detokenizer(self.backend, skip) if self._texts is None else ByteDetokenizer(self._texts, skip)
 
     def pieces(self, ids: Sequence[int], *, skip_special_tokens: bool, is_encoded_text: bool) -> list[str]:
         """What each id adds to the text of all of them, which is these pieces joined.

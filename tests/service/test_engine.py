@@ -17,11 +17,11 @@ from service.engine_client import (
     BeamSearch,
     Cancel,
     Ended,
+    EngineClient,
     EngineDied,
     Event,
     Finish,
     Limits,
-    LocalEngineClient,
     Message,
     PromptScores,
     Scores,
@@ -60,14 +60,14 @@ class Counter:
 @dataclass
 class House:
     engine: Engine
-    client: LocalEngineClient
+    client: EngineClient
     executor: SimulatedExecutor
     counter: Counter
     clock: FakeClock
     task: asyncio.Task[None]
 
     def start(
-        self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), client: LocalEngineClient | None = None
+        self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), client: EngineClient | None = None
     ) -> TokenStream:
         client = client or self.client
         number = client.next_sequence_id()
@@ -90,7 +90,7 @@ async def running(
     executor, counter, clock = SimulatedExecutor(memory), Counter(), FakeClock()
     limits = Limits(max_model_len=400, max_request_tokens=memory.max_tokens, max_waiting=max_waiting, vocabulary=50)
     engine = Engine(scheduler, executor, limits, counter, step_timeout_s=60.0, clock=clock)
-    client = LocalEngineClient(engine)
+    client = EngineClient(engine)
     engine.connect(0, client)
     if is_open:
         engine.open()
@@ -204,7 +204,7 @@ async def test_scores_reach_the_stream_of_their_token() -> None:
 async def test_front_ends_get_their_own_sequences_only() -> None:
     """Two front ends may use the same sequence ids."""
     async with running() as house:
-        other = LocalEngineClient(house.engine, front_end=1)
+        other = EngineClient(house.engine, front_end=1)
         house.engine.connect(1, other)
         first, second = house.start([1, 2, 3], 6), house.start([4, 5], 6, client=other)
         assert (await read(first))[0] == expected_output([1, 2, 3], 6)

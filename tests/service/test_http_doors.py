@@ -190,7 +190,7 @@ async def test_an_exception_of_ours_is_a_500_without_its_words(server: Server, m
     def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("service.engine_client.LocalEngineClient.submit", broken)
+    monkeypatch.setattr("service.engine_client.EngineClient.submit", broken)
     for stream in (False, True):
         answer = await server.complete(stream=stream)
         assert (answer.status, answer.error["type"]) == (500, "InternalServerError")

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from service.http_server import ACCEPTS_PER_TURN, listen, make_runner
+from service.http_server import ACCEPTS_PER_TURN, addresses_of, listen, make_runner
 
 
 def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop() -> None:
@@ -18,7 +18,7 @@ def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop() -> None
         runner = make_runner(web.Application())
         await runner.setup()
         try:
-            await listen(runner, "127.0.0.1", 0)
+            await listen(runner, await addresses_of("127.0.0.1", 0))
             assert runner.server is not None
             for client in clients:
                 client.setblocking(False)
@@ -49,7 +49,7 @@ async def test_every_address_of_a_host_is_listened_on(monkeypatch: pytest.Monkey
     runner = make_runner(web.Application())
     await runner.setup()
     try:
-        await listen(runner, "somewhere", 0)
+        await listen(runner, await addresses_of("somewhere", 0))
         assert {host for host, _ in runner.addresses} == {"127.0.0.1", "127.0.0.2"}
         assert len(set(runner.addresses)) == 2, "one port for each, shared by its handles"
         for address in set(runner.addresses):

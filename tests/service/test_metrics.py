@@ -15,7 +15,8 @@ from mm.statistics import EventCounters, MemoryInformation
 from service.engine import StepReport
 from service.engine_client import Ended, EngineSnapshot
 from service.generation import PromptNumbers
-from service.metrics import TOKEN_GAP_S, Histogram, Metrics, ServedFacts
+from service.histogram import Histogram
+from service.metrics import TOKEN_GAP_S, Metrics, ServedFacts
 
 MEMORY = MemoryInformation(
     total_frames=100,
@@ -219,8 +220,8 @@ def test_the_end_of_a_sequence_is_counted(metrics: Metrics) -> None:
 
 
 def test_a_prompt_counts_once_however_many_choices_it_has(metrics: Metrics) -> None:
-    metrics.prompt_ended(PromptNumbers(6, 40, 16, max_tokens=100, longest_output=11, is_answered=True))
-    metrics.prompt_ended(PromptNumbers(1, 20, 0, max_tokens=5, longest_output=0, is_answered=False))
+    metrics.http.prompt_ended(PromptNumbers(6, 40, 16, max_tokens=100, longest_output=11, is_answered=True))
+    metrics.http.prompt_ended(PromptNumbers(1, 20, 0, max_tokens=5, longest_output=0, is_answered=False))
     found = values(metrics)
     assert (found["vllm:prompt_tokens_total"], found["vllm:prompt_tokens_cached_total"]) == (40, 16)
     assert found["vllm:request_params_n_bucket[('le', '5.0')]"] == 1
@@ -240,9 +241,9 @@ def test_sequences_that_never_ran_have_no_times_of_running(metrics: Metrics) -> 
 
 def test_http_requests_are_counted_with_bounded_labels(metrics: Metrics) -> None:
     for method in ("POST", "BREW", "FETCH"):
-        metrics.http_started()
-        metrics.http_ended("/v1/completions", method, 200)
-    metrics.http_started()
+        metrics.http.http_started()
+        metrics.http.http_ended("/v1/completions", method, 200)
+    metrics.http.http_started()
     found = values(metrics)
     assert found["pagewalk_http_inflight"] == 1
     route = ("route", "/v1/completions")
@@ -291,7 +292,7 @@ async def test_a_blocked_event_loop_is_seen(metrics: Metrics, monkeypatch: pytes
             raise asyncio.CancelledError
         now[0] += seconds + 1.5
 
-    monkeypatch.setattr("service.metrics.asyncio.sleep", sleep)
+    monkeypatch.setattr("service.http_counts.asyncio.sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        await metrics.watch_loop()
+        await metrics.http.watch_loop()
     assert values(metrics)["pagewalk_event_loop_lag_seconds_sum"] == 1.5

@@ -12,23 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_process import PATIENCE_S, Process
-from simulated_executor import VOCABULARY, SimulatedExecutor
+from simulated_executor import SimulatedExecutor
+from simulated_server import simulated
 from structlog.testing import capture_logs
 from tiny_model import POSITIONS, write_tiny_model
-from tiny_tokenizer import tiny_tokenizer
 
-from mm import MemoryManager
 from service import __main__ as entry_point
 from service import server as server_module
-from service.engine import Engine
-from service.engine_client import Limits, LocalEngineClient
 from service.metrics import Metrics
-from service.scheduler import Scheduler, SchedulerSettings
 from service.server import Failure, Loaded, Server
 from service.settings import Settings
 
@@ -231,30 +226,6 @@ def test_a_fault_of_ours_has_an_exit_code_of_its_own(
     assert entry_point.run(["check"]) == 70
 
 
-def simulated() -> Loaded:
-    memory = MemoryManager(frames=100, max_rows=4, max_pages=32)
-    executor = SimulatedExecutor(memory)
-    executor.close = lambda: None  # type: ignore[attr-defined]
-    limits = Limits(max_model_len=512, max_request_tokens=512, max_waiting=10, vocabulary=VOCABULARY)
-    scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=64, max_length=512))
-    engine = Engine(scheduler, executor, limits, Metrics("x"))
-    client = LocalEngineClient(engine)
-    engine.connect(0, client)
-    advice = SimpleNamespace(temperature=None, top_k=None, top_p=None, repetition_penalty=None)
-    config = SimpleNamespace(end_ids=(2,), sampling=advice)
-    assembly: Any = SimpleNamespace(
-        config=config,
-        executor=executor,
-        engine=engine,
-        client=client,
-        device="cpu",
-        dtype="float32",
-        kernels="simulated",
-        weights_bytes=1,
-    )
-    return Loaded("tiny", "/models/tiny", tiny_tokenizer(), assembly)
-
-
 Simulated = tuple[Server, Loaded, SimulatedExecutor]
 
 
@@ -274,7 +245,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> Simulated:
 
 async def ready(server: Server) -> "asyncio.Task[int]":
     running = asyncio.create_task(server.run())
-    while server.front_end.state != "ready":  # noqa: ASYNC110 - nothing announces it
+    while not server.is_open:  # noqa: ASYNC110 - nothing announces it
         await asyncio.sleep(0.01)
     return running
 
@@ -314,7 +285,8 @@ async def test_a_model_that_cannot_run_never_opens(house: Simulated) -> None:
         assert await failure_of(server) == "the engine has stopped: no such kernel"
     gc.collect()
     assert unheard == [], "an exception that nobody looked at is a traceback behind the one line"
-    assert server.front_end.state == "dead"
+    assert server.doors is not None
+    assert server.doors.front_end.state == "dead"
 
 
 async def failure_of(server: Server) -> str:

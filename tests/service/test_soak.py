@@ -6,6 +6,8 @@ import json
 import random
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +27,7 @@ PROMPT_TOKENS = 2_000
 SERVER_FILES = 4_096  # the server may open: fewer than there are requests
 STREAMS, STREAM_TOKENS = 10, 3_000
 LONG_PROMPTS, LONG_TOKENS = 64, 4_000
+OPEN_STREAMS = 10_000
 TIMEOUT_S = 150  # of one test: only a hang takes as long
 
 
@@ -317,3 +320,18 @@ def _longest(before: dict[str, float], after: dict[str, float], name: str, label
         if key.startswith(name + "{") and label in key
     }
     return f"{next(bound for bound, count in counts.items() if count == counts['+Inf'])} s or less"
+
+
+# ---------------------------------------------------------------- open streams
+
+
+def test_ten_thousand_streams_hold() -> None:
+    """C21: two front ends, a token a second for each stream, and then all at once: every stream comes to its end."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < OPEN_STREAMS + 500:
+        pytest.skip(f"a process of this user may open {hard} files: {OPEN_STREAMS} streams need {OPEN_STREAMS + 500}")
+    size = ["--streams", str(OPEN_STREAMS), "--tokens", "5", "--step-ms", "1000", "--front-ends", "2"]
+    command = [sys.executable, "-m", "bench.front_end", *size]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [run["tokens"] for run in json.loads(result.stdout)["runs"]] == [5 * OPEN_STREAMS] * 2

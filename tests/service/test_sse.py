@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from service import sse
-from service.sse import KEEP_ALIVE, EventStream
+from service.sse import KEEP_ALIVE, LAG_BYTES, EventStream
 
 
 class FakeTimer:
@@ -42,9 +43,39 @@ class FakeLoop:
             timer.callback()
 
 
+class FakeTransport:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.unsent, self.is_gone = 0, False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high == LAG_BYTES
+
+    def is_closing(self) -> bool:
+        return self.is_gone
+
+
+class FakeWriter:
+    """Its `drain` waits until the client has read."""
+
+    def __init__(self, transport: FakeTransport) -> None:
+        self.transport, self.waits = transport, 0
+
+    async def drain(self) -> None:
+        self.waits += 1
+        self.transport.unsent = 0
+
+
 class FakeResponse:
     def __init__(self) -> None:
         self.written: list[bytes] = []
+        self.headers: dict[str, str] = {"Transfer-Encoding": "chunked"}
 
     async def prepare(self, request: Any) -> None:
         self.written.append(b"status line")
@@ -62,7 +93,9 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
 
 def make(loop: FakeLoop) -> tuple[EventStream, FakeResponse, list[float]]:
     woken: list[float] = []
-    events = EventStream(None, keep_alive_s=15, wake=lambda: woken.append(loop.now))  # type: ignore[arg-type]
+    transport = FakeTransport()
+    request: Any = SimpleNamespace(transport=transport, writer=FakeWriter(transport))
+    events = EventStream(request, keep_alive_s=15, wake=lambda: woken.append(loop.now))
     events.response = response = FakeResponse()  # type: ignore[assignment]
     return events, response, woken
 
@@ -105,6 +138,42 @@ def test_comments_go_on_and_end_with_the_stream(loop: FakeLoop) -> None:
     loop.move(60)
     assert response.written == [b"status line"] + [KEEP_ALIVE] * 3
     assert len(woken) == 3
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent"), [({"Transfer-Encoding": "chunked"}, b"b\r\nhello\n\nworl\r\n"), ({}, b"hello\n\nworl")]
+)
+def test_what_is_written_at_once_is_a_chunk_where_there_are_chunks(
+    loop: FakeLoop, headers: dict[str, str], sent: bytes
+) -> None:
+    """HTTP/1.0 has none. It counts as news, so no comment follows soon."""
+    events, response, _ = make(loop)
+    response.headers = headers
+    assert not events.is_flowing, "the status line must be out"
+    run(events.write(b"first"))
+    loop.move(10)
+    assert events.is_flowing
+    events.write_now(b"hello\n\nworl")
+    assert events._request.transport.written == [sent]  # type: ignore[union-attr]
+    loop.move(10)
+    run(events.keep_alive())
+    assert response.written == [b"status line", b"first"]
+
+
+def test_a_client_that_lags_or_has_left_is_waited_for(loop: FakeLoop) -> None:
+    events, _, _ = make(loop)
+    run(events.write(b"first"))
+    transport: Any = events._request.transport
+    transport.unsent = LAG_BYTES
+    assert not events.is_flowing
+    run(events.write(b"second"))
+    assert events._request.writer.waits == 1  # type: ignore[attr-defined]
+    transport.unsent = LAG_BYTES - 1
+    assert events.is_flowing
+    run(events.write(b"third"))
+    assert events._request.writer.waits == 1, "it reads"  # type: ignore[attr-defined]
+    transport.is_gone = True
+    assert not events.is_flowing
 
 
 def test_an_event_is_one_line_and_a_blank_one() -> None:

@@ -15,7 +15,7 @@ from mm import TenantLimits
 from mm.tenants import UNLIMITED
 from model.step_plan import SamplingParameters
 from service.admission import AWAIT_STEPS
-from service.engine_client import BeamSearch, Ended, LocalEngineClient, Submit
+from service.engine_client import BeamSearch, Ended, EngineClient, Submit
 from service.errors import BadRequest
 from service.request import Sequence, State
 from service.tenant_settings import read_tenants
@@ -370,7 +370,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
-async def ask(client: LocalEngineClient, prompt: list[int], max_tokens: int, **more: Any) -> tuple[list[int], Ended]:
+async def ask(client: EngineClient, prompt: list[int], max_tokens: int, **more: Any) -> tuple[list[int], Ended]:
     number = client.next_sequence_id()
     stream = TokenStream(lambda: client.cancel(number))
     sampling = SamplingParameters(temperature=0.0)
@@ -405,7 +405,7 @@ async def test_tenants_over_tight_limits_get_the_tokens_of_solo_runs(
         "tenants": read_tenants(LIMITS),
     }
     async with real_house(monkeypatch, folder, **settings) as house:
-        client, memory, draw = house.server.front_end.loaded().client, house.engine.scheduler.memory, random.Random(1)
+        client, memory, draw = house.client, house.engine.scheduler.memory, random.Random(1)
         assert memory.frames.total == 32
         memory.costs.copy_page_s = 1e-9  # swap is always worth it
         longest = {tenant: client.limits.request_tokens(tenant) for tenant in "abcd"}
@@ -444,7 +444,7 @@ async def test_what_never_fits_into_a_tenants_max_is_refused_at_the_door(
         "tenants": read_tenants({"a": {"memory_max": "25%"}, "b": {"memory_min": "50%"}}),
     }
     async with real_house(monkeypatch, folder, **settings) as house:
-        client = house.server.front_end.loaded().client
+        client = house.client
         with pytest.raises(BadRequest, match=r"yours holds 32 tokens of one request. However, you requested 33 tokens"):
             await ask(client, [5] * 20, 13, tenant="a")
         tokens, _ = await ask(client, [5] * 20, 12, tenant="a")

@@ -7,6 +7,7 @@ import pytest
 from service.engine_client import Ended, Scores
 from service.errors import EngineDead
 from service.token_stream import Inbox, TokenStream
+from service.turn import Turn
 
 
 async def test_all_that_waits_is_taken_at_once() -> None:
@@ -119,3 +120,93 @@ async def test_scores_come_with_their_tokens_and_those_of_the_prompt_go_where_it
     stream.close()
     stream.put_prompt_scores([first])
     assert len(of_prompt) == 3
+
+
+# ---------------------------------------------------------------- a function in the handler's place
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_reader_is_called_once_for_all_news_of_a_step() -> None:
+    inbox = Inbox()
+    first, second = TokenStream(inbox=inbox), TokenStream(inbox=inbox)
+    calls: list[list[list[int]]] = []
+
+    def reader(ready: list[TokenStream]) -> bool:
+        calls.append([stream.take().tokens for stream in ready])
+        return len(calls) < 3
+
+    first.put(1)  # before it reads
+    reading = asyncio.create_task(inbox.read_with(reader))
+    await turns()
+    first.put(2)
+    second.put(3)
+    first.put(4)
+    assert calls == [[[1]]], "not amid a step"
+    await turns()
+    assert calls == [[[1]], [[2, 4], [3]]]
+    second.put(5)
+    await reading
+    assert calls[2:] == [[[5]]]
+    second.put(6)
+    assert [stream.take().tokens for stream in await inbox.next_ready()] == [[6]], "the handler reads again"
+
+
+async def test_wake_ends_the_reading_and_loses_nothing() -> None:
+    """Also if news and the wake come in one turn of the loop."""
+    inbox = Inbox()
+    stream = TokenStream(inbox=inbox)
+    calls: list[list[int]] = []
+
+    def reader(ready: list[TokenStream]) -> bool:
+        calls.extend(stream.take().tokens for stream in ready)
+        return True
+
+    for token in (1, 2):
+        reading = asyncio.create_task(inbox.read_with(reader))
+        await turns()
+        inbox.wake()
+        stream.put(token)
+        await reading
+    assert calls == [[1]]
+    assert [stream.take().tokens for stream in await inbox.next_ready()] == [[2]]
+
+
+async def test_what_a_reader_raises_is_raised_in_the_handler() -> None:
+    """And not in whoever brings the news: the others get theirs."""
+    turn = Turn()
+    broken, other = Inbox(turn), Inbox(turn)
+    seen: list[list[TokenStream]] = []
+
+    def read(ready: list[TokenStream]) -> bool:
+        seen.append(ready)
+        return False
+
+    def fail(ready: list[TokenStream]) -> bool:
+        raise EngineDead("gone")
+
+    failing, reading = asyncio.create_task(broken.read_with(fail)), asyncio.create_task(other.read_with(read))
+    await turns()
+    streams = [TokenStream(inbox=inbox) for inbox in (broken, other)]
+    for stream in streams:
+        stream.put(1)
+    with pytest.raises(EngineDead):
+        await failing
+    await reading
+    assert seen == [[streams[1]]]
+
+
+async def test_a_cancelled_handler_is_not_called_any_more() -> None:
+    inbox = Inbox()
+    stream = TokenStream(inbox=inbox)
+    reading = asyncio.create_task(inbox.read_with(lambda ready: pytest.fail("nobody is there")))
+    await turns()
+    stream.put(1)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await turns()
+    assert await inbox.next_ready() == [stream]

@@ -15,10 +15,11 @@ from tiny_tokenizer import END, tiny_tokenizer
 
 from model.step_plan import SamplingParameters
 from service.api import make_admin_app, make_app
-from service.engine_client import Limits
+from service.engine_client import EngineSnapshot, Limits
 from service.front_end import ApiSettings, FrontEnd
 from service.generation import PromptNumbers
-from service.http_server import listen, make_runner
+from service.http_server import addresses_of, listen, make_runner
+from service.questions import Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
 from service.served_model import ServedModel
 
 MAX_LENGTH = 512
@@ -41,9 +42,6 @@ class CountingMetrics:
 
     def prompt_ended(self, numbers: PromptNumbers) -> None:
         self.prompts.append(numbers)
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        return b"# TYPE pagewalk_http_inflight gauge\n", "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass
@@ -143,6 +141,23 @@ def served(engine: ScriptedEngine, **changes: Any) -> ServedModel:
     return ServedModel(**defaults | changes)
 
 
+def _answer_questions(answers: Answers, front_end: FrontEnd, engine: ScriptedEngine) -> None:
+    """As server.py does."""
+
+    async def render(_: int, question: RenderMetrics) -> MetricsText:
+        return MetricsText(b"# TYPE pagewalk_http_inflight gauge\n", "text/plain; version=0.0.4; charset=utf-8")
+
+    async def generating(_: int, question: CountGenerating) -> int:
+        return front_end.generating
+
+    async def snapshot(_: int, question: TakeSnapshot) -> EngineSnapshot:
+        return engine.snapshot()
+
+    answers.on(RenderMetrics, render)
+    answers.on(CountGenerating, generating)
+    answers.on(TakeSnapshot, snapshot)
+
+
 @asynccontextmanager
 async def running_server(
     *,
@@ -161,14 +176,18 @@ async def running_server(
     )
     metrics = CountingMetrics()
     log: list[dict[str, Any]] = []
-    front_end = FrontEnd(ApiSettings(version="1.2.3", **settings or {}), metrics, lambda **numbers: log.append(numbers))
+    answers = Answers()
+    front_end = FrontEnd(
+        ApiSettings(version="1.2.3", **settings or {}), metrics, lambda **numbers: log.append(numbers), answers
+    )
+    _answer_questions(answers, front_end, scripted)
     if is_loaded:
         front_end.model = served(scripted, **model or {})
     runners = [make_runner(make_app(front_end)), make_runner(make_admin_app(front_end))]
     ports = []
     for runner in runners:
         await runner.setup()
-        await listen(runner, "127.0.0.1", 0)
+        await listen(runner, await addresses_of("127.0.0.1", 0))
         ports.append(runner.addresses[0][1])
     steps = asyncio.create_task(scripted.run())
     try:

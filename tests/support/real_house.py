@@ -16,6 +16,7 @@ import pytest
 
 from service import server as server_module
 from service.engine import Engine
+from service.engine_client import EngineClient
 from service.metrics import Metrics
 from service.server import Loaded, Server
 from service.settings import Settings
@@ -30,6 +31,12 @@ class RealHouse:
     server: Server
     engine: Engine
     session: aiohttp.ClientSession
+
+    @property
+    def client(self) -> EngineClient:
+        """Of the front end in this process."""
+        assert self.server.doors is not None
+        return self.server.doors.front_end.loaded().client
 
     @property
     def url(self) -> str:
@@ -83,7 +90,7 @@ async def real_house(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: 
     server = Server(Settings(model=str(folder), port=0, admin_port=0, **chosen | settings), "0")
     async with asyncio.timeout(PATIENCE_S):
         running = asyncio.create_task(server.run())
-        while server.front_end.state != "ready" and not running.done():  # noqa: ASYNC110 - nothing announces it
+        while not server.is_open and not running.done():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.01)
     try:
         assert not running.done(), running.result()

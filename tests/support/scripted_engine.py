@@ -14,12 +14,12 @@ from mm import EventCounters, MemoryInformation
 from service.engine_client import (
     Cancel,
     Ended,
+    EngineClient,
     EngineDied,
     EngineSnapshot,
     EngineState,
     Finish,
     Limits,
-    LocalEngineClient,
     Message,
     MissInfo,
     PromptScores,
@@ -79,7 +79,7 @@ class ScriptedEngine:
     extra_waiting: int = 0
 
     def __post_init__(self) -> None:
-        self.client = LocalEngineClient(self)
+        self.client = EngineClient(self)
         self._work = asyncio.Event()
 
     @property

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _inode(port: int, client_port: int) -> str:
+    """Of the server's socket of a connection on 127.0.0.1, from the kernel's table."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        local, remote = (int(fields[i].split(":")[1], 16) for i in (1, 2))
+        if (local, remote) == (port, client_port):
+            return fields[9]
+    raise AssertionError("no such connection")
 
 
 class Process:
@@ -39,10 +50,14 @@ class Process:
     def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
         """The answer, its body unread; `stop` closes it."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        self.connections.append(connection)
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        response = connection.getresponse()
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
+        self.connections.append(connection)
         self.responses.append(response)
         return response
 
@@ -57,6 +72,51 @@ class Process:
             return None
         response.read()
         return response.status
+
+    def front_ends(self) -> list[int]:
+        """Process ids of the front ends that run."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        return sorted(pid for pid in children if b"front_end_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def owner(self, response: http.client.HTTPResponse) -> int:
+        """The front end that answers: the process that holds the other end of the connection."""
+        connection = self.connections[self.responses.index(response)]
+        client_port = connection.sock.getsockname()[1]
+        inode = _inode(self.port, client_port)
+        for pid in self.front_ends():
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if str(descriptor.readlink()) == f"socket:[{inode}]":
+                        return pid
+        raise AssertionError("no front end holds this connection")
+
+    def streams_of_all(self, tokens: int) -> dict[int, http.client.HTTPResponse]:
+        """A stream of each front end: the system deals connections out, so some may get more than one."""
+        found: dict[int, http.client.HTTPResponse] = {}
+        pids = self.front_ends()
+        for _ in range(64):
+            stream = self.stream(tokens)
+            stream.readline()
+            found.setdefault(self.owner(stream), stream)
+            if len(found) == len(pids):
+                return found
+        raise AssertionError("all connections go to one front end")
+
+    def hang_up(self, response: http.client.HTTPResponse) -> None:
+        """Leave amid an answer."""
+        connection = self.connections[self.responses.index(response)]
+        response.close()
+        connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by their text: name and labels."""
+        lines = [line.rsplit(" ", 1) for line in self.ask("GET", "/metrics").splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines}
+
+    def gauge(self, name: str) -> float:
+        """A sample by its name alone."""
+        return next(value for text, value in self.metrics().items() if text.split("{")[0] == name)
 
     def stop(self) -> None:
         for thing in [*self.responses, *self.connections]:

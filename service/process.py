@@ -1,0 +1,27 @@
+"""What every process of the server asks of the system that it runs in."""
+
+import gc
+import resource
+from contextlib import suppress
+
+SPARE_FILES = 256
+"""Open files beside those of requests that generate: probes, refusals, idle connections, bodies that are being read."""
+
+
+def allow_many_sockets() -> int | None:
+    """Allow as many open files as this user may have: each request is one, and shells give 1,024.
+
+    Returns how many requests may hold one: without spare files not even a probe could come in. None: no bound.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # not allowed after all: serve with what there is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return None if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
+
+
+def settle() -> None:
+    """What was loaded stays: the collector need not look at it again, which would stop every stream for a while."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,40 @@
+"""The load generator and what it is run against: the same prompts for every server, figures from known times."""
+
+from array import array
+
+from bench import loadgen, serve, workload
+from bench.offline import SHAPES
+from service.tokenization import Tokenizer
+
+
+def test_prompts_are_those_of_the_other_benchmarks() -> None:
+    for name in workload.names():
+        rows = loadgen.load_rows(str(workload.FOLDER / f"{name}.jsonl"), 3)
+        assert [loadgen.prompt_ids(row, 1000) for row in rows] == [
+            item.prompt_ids for item in workload.load(name, 1000, 3)
+        ]
+
+
+def test_a_made_up_tokenizer_has_a_token_for_every_id_of_the_shape() -> None:
+    with serve.shape_folder("smol") as folder:
+        tokenizer = Tokenizer.load(folder)
+    assert tokenizer.vocabulary == SHAPES["smol"]["vocab_size"]
+    ids = tokenizer.encode("What is this?", add_special_tokens=True)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "What is this?"
+
+
+def test_figures_of_known_times() -> None:
+    """First tokens after 0.1 and 0.3 s, gaps of 10 and 20 ms; a broken request counts as a failure and no more."""
+    options = loadgen.parse_args(["--model", "m", "--workload", "w.jsonl", "--vocab", "9", "--rate", "4"])
+    results = []
+    for i, (first, gap) in enumerate([(0.1, 0.01), (0.3, 0.02)]):
+        events = array("d", [100 + i + first + gap * k for k in range(5)])
+        results.append(
+            loadgen.Result(i, 5, 1, at=i, begun=100.0 + i, ended=102.0, tokens=5, prompt_tokens=7, events={0: events})
+        )
+    results.append(loadgen.Result(2, 5, 1, at=0, begun=100, ended=101, error="timeout"))
+    found = loadgen.summary(options, 100.0, results, [0.5])
+    assert (found["failures"], found["output_tokens"], found["duration_s"]) == (1, 10, 2.0)
+    assert (found["ttft_ms"]["mean"], found["ttft_ms"]["p99"]) == (200.0, 300.0)
+    assert (found["tpot_ms"]["p50"], found["tpot_ms"]["max"]) == (10.0, 20.0)
+    assert serve.row(found)[0] == "3@4"

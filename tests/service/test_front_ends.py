@@ -1,0 +1,426 @@
+"""Front ends in processes of their own: a server with two of them, real signals, real deaths.
+
+What clients see must not depend on how many processes answer them; what a process loses when it dies must be its own.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from http.client import HTTPResponse, IncompleteRead
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_events import ends, joined
+from server_process import PATIENCE_S, Process
+from simulated_executor import SimulatedExecutor
+from simulated_server import simulated
+from structlog.testing import capture_logs
+from tiny_model import POSITIONS, write_tiny_model
+
+from service import front_ends as front_ends_module
+from service import server as server_module
+from service.metrics import Metrics
+from service.server import Failure, Loaded, Server
+from service.settings import Settings
+
+LONG = POSITIONS - 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+def started(model: Path, folder: Path, front_ends: int, *more: str) -> Process:
+    tiny = ["--model", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "32MiB", "--threads", "1"]
+    process = Process(*tiny, "--front-ends", str(front_ends), "--log-format", "json", *more, folder=folder)
+    try:
+        process.until(lambda: process.status("/ready") == 200)
+    except BaseException:
+        process.stop()
+        raise
+    return process
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+def shared(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that tests share, since none of them harms it."""
+    process = started(model, tmp_path_factory.mktemp("server"), request.param)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[Process]:
+    """A server with two front ends, for one test."""
+    process = started(model, tmp_path, 2, "--step-timeout", "1")
+    yield process
+    process.stop()
+
+
+@pytest.fixture(params=[0, 2], ids=["one process", "two front ends"])
+def either(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Process]:
+    """A server of each kind, for one test."""
+    process = started(model, tmp_path, request.param, "--shutdown-timeout", "10")
+    yield process
+    process.stop()
+
+
+def events(text: str) -> list[Any]:
+    *frames, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]
+
+
+def rest(stream: HTTPResponse) -> tuple[str, bool]:
+    """What is left of a stream, and whether it came to its end."""
+    try:
+        return stream.read().decode(), True
+    except (IncompleteRead, ConnectionError) as error:
+        return getattr(error, "partial", b"").decode(), False
+
+
+# ---------------------------------------------------------------- the same answers
+
+
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "the quick", "max_tokens": 8},
+    {"prompt": [5, 6, 7], "max_tokens": 20, "n": 3, "temperature": 1, "seed": 3},
+    {"prompt": ["a", "the dog"], "max_tokens": 6, "n": 2, "temperature": 1, "seed": 4, "logprobs": 2},
+    {"prompt": "the", "max_tokens": 40, "temperature": 1, "seed": 7, "stop": ["a", "fox"]},
+    {"prompt": "the", "max_tokens": 12, "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+    {"prompt": "the", "max_tokens": 5, "n": 2, "use_beam_search": True, "beam_width": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[int, Any]:
+    """What the first kind of server said to each body."""
+    return {}
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_answers_do_not_depend_on_the_processes(shared: Process, answers: dict[int, Any], number: int) -> None:
+    """C05: whole and streamed, choices, stops, scores and beams: equal texts, ends and usage with either server."""
+    body = {"temperature": 0} | BODIES[number]
+    whole = json.loads(shared.ask("POST", "/v1/completions", body))
+    streams = {key: value for key, value in body.items() if key != "prompt_logprobs"}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    if "beam_width" in body:
+        streamed = None
+    else:
+        found = events(shared.ask("POST", "/v1/completions", streams | options))
+        assert joined(found) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+        streamed = joined(found), ends([event for event in found if event["choices"]])
+        assert found[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    usage = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    said = whole["choices"], usage, streamed
+    assert answers.setdefault(number, said) == said
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v1/models", None, 200),
+        ("POST", "/tokenize", {"prompt": "the quick"}, 200),
+        ("GET", "/live", None, 200),
+        ("GET", "/health", None, 200),
+        ("GET", "/nowhere", None, 404),
+        ("POST", "/v1/completions", {"prompt": "the", "max_tokens": 2 * POSITIONS}, 400),
+        ("POST", "/v1/completions", {"prompt": "the", "nonsense": 1}, 400),
+        ("POST", "/v1/completions", {"prompt": "the", "model": "other"}, 404),
+    ],
+)
+def test_each_front_end_knows_what_one_process_knows(
+    shared: Process, method: str, path: str, body: Any, status: int
+) -> None:
+    """Several times: the system deals connections out to all of them."""
+    for _ in range(6):
+        response = shared.open(method, path, body)
+        response.read()
+        assert response.status == status
+
+
+def test_metrics_are_of_the_whole_server(shared: Process) -> None:
+    """Requests to any front end are counted once, whichever is asked for the counts, and never fall."""
+    name = 'pagewalk_http_requests_total{method="GET",route="/version",status="200"}'
+    before = shared.metrics().get(name, 0)
+    for asked in range(1, 13):
+        shared.ask("GET", "/version")
+        assert shared.metrics()[name] == before + asked
+    texts = [shared.metrics() for _ in range(6)]
+    counts = [{sample: text[sample] for sample in text if "vllm:generation_tokens_total" in sample} for text in texts]
+    assert all(count == counts[0] for count in counts)
+    assert shared.gauge("pagewalk_front_ends") == len(shared.front_ends())
+
+
+def test_load_and_the_admin_port_see_the_whole_server(shared: Process) -> None:
+    streams = [shared.stream(LONG) for _ in range(6)]
+    for stream in streams:
+        stream.readline()
+    for _ in range(6):
+        assert json.loads(shared.ask("GET", "/load")) == {"server_load": 6}
+        assert shared.gauge("vllm:num_requests_running") == 6
+    for stream in streams:
+        shared.hang_up(stream)
+    shared.until(lambda: json.loads(shared.ask("GET", "/load")) == {"server_load": 0})
+
+
+def test_leaving_cancels_whatever_process_streams(shared: Process) -> None:
+    """C08, C09: six choices each, left after the first event: nothing runs on, no frame is held, aborts are counted."""
+    abort = next(name for name in shared.metrics() if "request_success" in name and '"abort"' in name)
+    before = shared.metrics()[abort]
+    for _ in range(4):
+        body = {"prompt": "the", "stream": True, "n": 6, "max_tokens": LONG, "ignore_eos": True}
+        stream = shared.open("POST", "/v1/completions", body)
+        stream.readline()
+        shared.hang_up(stream)
+    shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
+    assert shared.metrics()['pagewalk_kv_frames{state="active"}'] == 0
+    shared.until(lambda: shared.metrics()[abort] == before + 24)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_a_drain_lets_streams_of_all_front_ends_end(either: Process) -> None:
+    """503 for what is new, the end for what runs, then exit code 0 and no process left."""
+    pids = either.front_ends()
+    streams = list(either.streams_of_all(2000).values()) if pids else [either.stream(2000)]
+    either.process.send_signal(signal.SIGTERM)
+    either.until(lambda: either.status("/ready") == 503)
+    refused = either.open("POST", "/v1/completions", {"prompt": "the"})
+    assert refused.status == 503
+    assert int(refused.headers["Retry-After"]) > 0
+    for stream in streams:
+        text, is_whole = rest(stream)
+        assert is_whole
+        assert '"finish_reason":"length"' in text
+        assert text.endswith("data: [DONE]\n\n")
+    assert either.process.wait(PATIENCE_S) == 0
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_front_ends_leave_signals_to_the_engine_s_process(server: Process) -> None:
+    """A terminal sends SIGINT, and an init system SIGTERM, to every process of a server."""
+    streams = server.streams_of_all(500)
+    for pid in streams:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    for stream in streams.values():
+        assert rest(stream)[0].endswith("data: [DONE]\n\n")
+
+
+def test_a_port_that_is_taken_by_a_server_that_would_share_it(server: Process, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "second"
+    folder.mkdir()
+    arguments = ["--model", str(model), "--load-format", "dummy", "--front-ends", "2", "--port", str(server.port)]
+    second = Process(*arguments, folder=folder)
+    assert second.process.wait(PATIENCE_S) == 2
+    assert f"127.0.0.1:{server.port} is in use" in second.err.read_text()
+
+
+def test_a_model_that_is_not_there_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    """Whatever the front ends are doing just then."""
+    process = Process("--model", str(tmp_path / "nowhere"), "--front-ends", "2", folder=tmp_path)
+    assert process.process.wait(PATIENCE_S) == 3
+    (line,) = process.err.read_text().splitlines()
+    assert line.startswith("pagewalk: error: ")
+
+
+# ---------------------------------------------------------------- deaths
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
+
+
+def replaced(server: Process, dead: int) -> Callable[[], bool]:
+    def check() -> bool:
+        pids = server.front_ends()
+        return dead not in pids and len(pids) == 2 and server.gauge("pagewalk_front_ends") == 2
+
+    return check
+
+
+def test_a_front_end_that_is_killed_loses_its_own_streams_only(server: Process) -> None:
+    """The others go on; its Sequences are cancelled; another takes its place; counts do not fall."""
+    streams = server.streams_of_all(4000)
+    dead, other = streams
+    completions = 'pagewalk_http_requests_total{method="GET",route="/version",status="200"}'
+    for _ in range(8):
+        server.ask("GET", "/version")
+    assert server.metrics()[completions] == 8
+    time.sleep(1.2)  # longer than between two reports: what is counted by then is not lost
+    os.kill(dead, signal.SIGKILL)
+    assert not rest(streams[dead])[1]
+    text, is_whole = rest(streams[other])
+    assert is_whole
+    assert '"finish_reason":"length"' in text
+    server.until(replaced(server, dead))
+    server.until(lambda: server.gauge("vllm:num_requests_running") == 0)
+    found = server.metrics()
+    assert found['pagewalk_kv_frames{state="active"}'] == 0
+    assert found[completions] == 8
+    assert len(server.streams_of_all(5)) == 2, "the new one serves"
+    (line,) = [line for line in server.log() if "another takes its place" in line["event"]]
+    assert (line["pid"], line["code"]) == (dead, -signal.SIGKILL)
+
+
+def test_a_killed_engine_ends_every_stream_with_an_error_event(server: Process) -> None:
+    """C06, C40: kill -9 of the engine's process. Nothing of it stays behind."""
+    streams = server.streams_of_all(LONG)
+    server.process.kill()
+    for stream in streams.values():
+        text, is_whole = rest(stream)
+        assert is_whole
+        *_, error, done, end = text.split("\n\n")
+        told = json.loads(error.removeprefix("data: "))["error"]
+        assert (told["code"], told["type"]) == (503, "ServiceUnavailableError")
+        assert (done, end) == ("data: [DONE]", "")
+    assert server.process.wait(PATIENCE_S) == -signal.SIGKILL
+    deadline = time.monotonic() + PATIENCE_S
+    while any(is_running(pid) for pid in streams):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_frozen_engine_is_told_by_live(server: Process) -> None:
+    """C40: SIGSTOP. A front end that hears nothing for the step timeout says so; it recovers when the engine does."""
+    assert server.status("/live") == 200
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        server.until(lambda: server.status("/live") == 503)
+        assert server.status("/health") == server.status("/ready") == 503
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    server.until(lambda: server.status("/live") == 200)
+    assert server.status("/ready") == 200
+
+
+# ---------------------------------------------------------------- the engine's process here, front ends in theirs
+
+
+@asynccontextmanager
+async def house(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Path
+) -> AsyncIterator[tuple[Server, SimulatedExecutor, "asyncio.Task[int]"]]:
+    """A server whose engine's process is this one, with a simulated model, and two front ends."""
+    loaded = simulated(tokenizer)
+
+    async def load(settings: Settings, metrics: Metrics) -> Loaded:
+        return loaded
+
+    monkeypatch.setattr(server_module, "load", load)
+    executor = loaded.assembly.executor
+    assert isinstance(executor, SimulatedExecutor)
+    server = Server(Settings(port=0, admin_port=0, front_ends=2, shutdown_timeout_s=0.05, log_level="error"), "0")
+    with capture_logs():
+        async with asyncio.timeout(PATIENCE_S):
+            running = asyncio.create_task(server.run())
+            while not server.is_open and not running.done():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+        try:
+            yield server, executor, running
+        finally:
+            if not running.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+                async with asyncio.timeout(PATIENCE_S):
+                    await running
+
+
+async def open_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    body = json.dumps({"prompt": [1, 2], "stream": True, "max_tokens": 400})
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}"
+    writer.write(f"{head}\r\n\r\n{body}".encode())
+    return reader, writer
+
+
+async def test_a_dead_engine_ends_the_process_and_every_stream(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    """C40: a step that raises. Open streams end with an error event, the exit code is not zero, no process is left."""
+    async with asyncio.timeout(PATIENCE_S), house(monkeypatch, model) as (server, executor, running):
+        assert server.front_ends is not None
+        pids = [desk.process.pid for desk in server.front_ends.desks.values() if desk.process is not None]
+        executor.gate.clear()  # streams begin, and wait for their first token
+        streams = [await open_stream(server) for _ in range(6)]
+        while server.front_ends.generating < 6:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+        executor.error = RuntimeError("the device fell off")
+        executor.gate.set()
+        with pytest.raises(Failure, match="the device fell off") as caught:
+            await running
+        assert caught.value.code == 70
+        for reader, writer in streams:
+            answer = (await reader.read()).decode()
+            assert "503" in answer
+            assert "the engine has stopped because of an internal error" in answer
+            writer.close()
+        assert len(pids) == 2
+        assert not any(is_running(pid) for pid in pids)
+
+
+async def test_a_front_end_that_cannot_load_its_tokenizer_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with house(monkeypatch, tmp_path) as (_, _, running):
+        with pytest.raises(Failure, match=r"a front end cannot start: .* has no tokenizer\.json"):
+            await running
+
+
+@pytest.mark.slow
+async def test_a_front_end_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    """SIGSTOP: it reads nothing and reports nothing. The others serve meanwhile."""
+    monkeypatch.setattr(front_ends_module, "SILENCE_S", 2.5)
+    async with asyncio.timeout(PATIENCE_S), house(monkeypatch, model) as (server, _, _):
+        front_ends = server.front_ends
+        assert front_ends is not None
+        first, _ = front_ends.desks.values()
+        assert first.process is not None
+        os.kill(first.process.pid, signal.SIGSTOP)
+        while first.number in front_ends.desks or len(front_ends.desks) < 2:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.05)
+        assert await first.process.wait() == -signal.SIGKILL
+        await asyncio.gather(*(desk.serves.wait() for desk in front_ends.desks.values()))
+
+        numbers = list(front_ends.desks)
+        time.sleep(3)  # noqa: ASYNC251 - now it is this process that hangs, and hears nobody
+        await asyncio.sleep(0.5)
+        assert list(front_ends.desks) == numbers
+
+
+def test_a_front_end_does_not_load_torch() -> None:
+    """It starts in half a second, takes no memory of a GPU, and can be replaced under load."""
+    code = "import sys, service.front_end_process; print('torch' in sys.modules, 'cupy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False False\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_gpu", "cores", "count"),
+    [
+        ({}, False, 64, 0),
+        ({"device": "cpu"}, True, 64, 0),
+        ({}, True, 16, 4),
+        ({"device": "cuda"}, False, 2, 1),
+        ({}, True, 128, 4),
+        ({"front_ends": 0}, True, 16, 0),
+        ({"front_ends": 3}, False, 1, 3),
+    ],
+)
+def test_how_many_front_ends_there_are(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], has_gpu: bool, cores: int, count: int
+) -> None:
+    monkeypatch.setattr(server_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(server_module, "has_nvidia_driver", lambda: has_gpu)
+    assert server_module.front_end_count(Settings(**flags)) == count

@@ -1,0 +1,42 @@
+"""A model that computes nothing, in place of the one that a Server would load; its tokenizer is on disk, or is not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from simulated_executor import VOCABULARY, SimulatedExecutor
+from tiny_tokenizer import tiny_tokenizer
+
+from mm import MemoryManager
+from service.engine import Engine
+from service.engine_client import EngineClient, Limits
+from service.metrics import Metrics
+from service.scheduler import Scheduler, SchedulerSettings
+from service.served_model import TokenizerFiles
+from service.server import Loaded
+
+
+def simulated(folder: Path = Path("/nowhere")) -> Loaded:
+    """folder: where front ends in processes of their own find the tokenizer."""
+    memory = MemoryManager(frames=100, max_rows=4, max_pages=32)
+    executor = SimulatedExecutor(memory)
+    executor.close = lambda: None  # type: ignore[attr-defined]
+    limits = Limits(max_model_len=512, max_request_tokens=512, max_waiting=10, vocabulary=VOCABULARY)
+    scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=64, max_length=512))
+    engine = Engine(scheduler, executor, limits, Metrics("x"))
+    client = EngineClient(engine)
+    engine.connect(0, client)
+    advice = SimpleNamespace(temperature=None, top_k=None, top_p=None, repetition_penalty=None)
+    config = SimpleNamespace(end_ids=(2,), sampling=advice)
+    assembly: Any = SimpleNamespace(
+        config=config,
+        executor=executor,
+        engine=engine,
+        client=client,
+        device="cpu",
+        dtype="float32",
+        kernels="simulated",
+        weights_bytes=1,
+    )
+    tokenizer = tiny_tokenizer.__wrapped__()  # its own: the server closes it
+    return Loaded("tiny", "/models/tiny", tokenizer, assembly, TokenizerFiles(str(folder), None, VOCABULARY))
