@@ -18,11 +18,11 @@ from service.errors import InternalError, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
 from service.logprobs import Spelling
-from service.middleware import CLIENT_LEFT, ID, NUMBERS
+from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
 from service.prompts import Prompt, chat_prompt, completion_prompts
 from service.schema import ChatBody, CompletionBody, GenerationBody
 from service.served_model import ServedModel
-from service.sse import DONE, EventStream, error_event
+from service.sse import EventStream
 
 log = structlog.get_logger("pagewalk.http")
 
@@ -38,8 +38,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
-    prompts = await completion_prompts(body, model)
-    return await _answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
+    prompts = await completion_prompts(body, model, request[CALLER].tenant)
+    return await answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -48,11 +48,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
-    prompt = await chat_prompt(body, model)
-    return await _answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
+    prompt = await chat_prompt(body, model, request[CALLER].tenant)
+    return await answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
 
 
-async def _answer(
+async def answer(
     request: web.Request,
     body: GenerationBody,
     prompts: list[Prompt],
@@ -62,6 +62,7 @@ async def _answer(
     *,
     default_tokens: int | None,
 ) -> web.StreamResponse:
+    """Generate, and write what comes as the Form says. Raises what `Generation` does, and QueueFull."""
     front_end = request.app[FRONT_END]
     if body.request_id is not None:
         request[ID] = body.request_id
@@ -73,10 +74,12 @@ async def _answer(
         wishes=Wishes.of(body, Spelling(model.tokenizer.token_bytes, as_ids=bool(body.return_tokens_as_token_ids))),
     )
     front_end.check_room()
-    generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
+    caller = request[CALLER]
+    generation = Generation(body, prompts, model, request_id=request[ID], caller=caller, default_tokens=default_tokens)
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1
     try:
+        await front_end.spend(caller.tenant, generation.prompt_tokens)
         if body.stream:
             return await _answer_in_events(request, body, generation, form, front_end)
         return await _answer_whole(generation, form)
@@ -86,6 +89,7 @@ async def _answer(
         numbers |= generation.numbers()
         for prompt in generation.by_prompt():
             front_end.metrics.prompt_ended(prompt)
+        await front_end.spend(caller.tenant, generation.completion_tokens)
 
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:
@@ -116,7 +120,7 @@ async def _answer_in_events(
             if not isinstance(error, PagewalkError):
                 log.error("stream failed", request_id=request[ID], exc_info=error)
                 error = InternalError(f"The server failed on this request, {request[ID]}.")
-            await events.write(error_event(error) + DONE)
+            await events.write(form.failure(error))
         return events.response
 
 
@@ -143,10 +147,8 @@ async def _send_events(events: EventStream, body: GenerationBody, generation: Ge
                     so_far = running_usage(prompt_tokens, completion_tokens)
                 parts.append(form.event(choice, delta, so_far, is_first=is_first))
         if generation.is_over:
-            if with_usage:
-                parts.append(form.usage_event(generation))
-            parts.append(DONE)
-        if parts:
-            await events.write(b"".join(parts))
+            parts.append(form.closing(generation, with_usage=with_usage))
+        if data := b"".join(parts):  # a form may have nothing to say of a token
+            await events.write(data)
         else:
             await events.keep_alive()

@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -34,9 +35,11 @@ from service.api import make_admin_app, make_app
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, Event, Submit
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
-from service.http_server import listen, make_runner
+from service.http_server import listen, make_runner, tls_context
 from service.metrics import Metrics, ServedFacts
 from service.progress import Progress
+from service.questions import Answers
+from service.request_answers import answer_about_requests
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.tokenization import Tokenizer, TokenizerNotUsable
@@ -90,13 +93,19 @@ class Server:
         api = ApiSettings(
             version=version,
             api_keys=tuple(settings.api_keys),
+            api_key_file=settings.api_key_file,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            body_limit_bytes=settings.max_body_bytes,
+            cors_allow_origins=tuple(settings.cors_allow_origins),
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
             unknown_fields=settings.unknown_fields,
             max_logprobs=settings.max_logprobs,
             max_generating=_allow_many_sockets(),
         )
-        self.front_end = FrontEnd(api, self.metrics, logs.log_request)
+        self.answers = Answers()
+        self.front_end = FrontEnd(api, self.metrics, logs.log_request, self.answers)
         self._stop = asyncio.Event()
         self._runners: list[web.AppRunner] = []
         self.port = 0
@@ -107,9 +116,17 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         watch = asyncio.create_task(self.metrics.watch_loop())
+        self._warn_of_tenants()
         try:
-            self.port = await self._listen(make_app(self.front_end), self.settings.host, self.settings.port, "port")
+            self.port = await self._listen(
+                make_app(self.front_end),
+                self.settings.host,
+                self.settings.port,
+                "port",
+                tls=tls_context(self.front_end.settings),
+            )
             admin = make_admin_app(self.front_end)
             self.admin_port = await self._listen(
                 admin, self.settings.admin_host, self.settings.admin_port, "admin-port"
@@ -151,6 +168,7 @@ class Server:
     def _publish(self, loaded: Loaded) -> None:
         """Let the front end and the metrics know the model."""
         assembly, settings = loaded.assembly, self.settings
+        answer_about_requests(self.answers, assembly.engine)
         names = tuple(settings.served_model_names or [loaded.name])
         advice = assembly.config.sampling
         self.metrics.serve(
@@ -211,12 +229,13 @@ class Server:
         if has_chat:
             body = {"messages": [{"role": "user", "content": question}]}
         body |= {"max_tokens": 200, "temperature": 0.2}  # small models ramble at 1 and without a bound
-        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self.settings.api_keys else ""
+        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self.front_end.api_keys else ""
         data = json.dumps({**body, "stream": True})
         return f"curl -N {self._url()}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
 
     def _url(self) -> str:
-        return f"http://{_host(self.settings.host)}:{self.port}"
+        scheme = "http" if self.settings.tls_cert is None else "https"
+        return f"{scheme}://{_host(self.settings.host)}:{self.port}"
 
     async def _drain(self, loaded: Loaded, running: "asyncio.Task[None]") -> None:
         """Admit nothing more, and wait for what runs, up to the timeout."""
@@ -231,13 +250,15 @@ class Server:
             drained.cancel()
             log.warning("ending what still runs", requests=self.front_end.generating)
 
-    async def _listen(self, app: web.Application, host: str, port: int, flag: str) -> int:
+    async def _listen(
+        self, app: web.Application, host: str, port: int, flag: str, *, tls: ssl.SSLContext | None = None
+    ) -> int:
         """Start to answer on an address; returns the port. Raises ConfigurationError."""
         runner = make_runner(app, shutdown_timeout_s=FLUSH_S)
         await runner.setup()
         self._runners.append(runner)
         try:
-            await listen(runner, host, port)
+            await listen(runner, host, port, tls=tls)
         except OSError as error:
             where = f"{_host(host, listening=True)}:{port}"
             if error.errno == errno.EADDRINUSE:
@@ -246,6 +267,17 @@ class Server:
                 ) from None
             raise ConfigurationError(f"cannot listen on {where}: {error.strerror or error}") from None
         return int(runner.addresses[0][1])
+
+    def _reload(self) -> None:
+        """SIGHUP: what can change while the server runs is read again."""
+        self.front_end.api_keys.reload()
+        self._warn_of_tenants()
+
+    def _warn_of_tenants(self) -> None:
+        """A key of a tenant that has no table may be a mistyped name, and then has no limits."""
+        listed = self.settings.tenants
+        if listed and (unlisted := self.front_end.api_keys.tenants - {*listed, DEFAULT_TENANT}):
+            log.warning("keys of tenants without limits", tenants=sorted(unlisted))
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

@@ -19,6 +19,8 @@ from service.engine_client import Limits
 from service.front_end import ApiSettings, FrontEnd
 from service.generation import PromptNumbers
 from service.http_server import listen, make_runner
+from service.questions import Answers
+from service.request_answers import answer_about_requests
 from service.served_model import ServedModel
 
 MAX_LENGTH = 512
@@ -161,7 +163,11 @@ async def running_server(
     )
     metrics = CountingMetrics()
     log: list[dict[str, Any]] = []
-    front_end = FrontEnd(ApiSettings(version="1.2.3", **settings or {}), metrics, lambda **numbers: log.append(numbers))
+    answers = Answers()
+    answer_about_requests(answers, scripted)
+    front_end = FrontEnd(
+        ApiSettings(version="1.2.3", **settings or {}), metrics, lambda **numbers: log.append(numbers), answers
+    )
     if is_loaded:
         front_end.model = served(scripted, **model or {})
     runners = [make_runner(make_app(front_end)), make_runner(make_admin_app(front_end))]

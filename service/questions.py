@@ -1,0 +1,124 @@
+"""What a front end asks of the engine's process: facts and actions that are not about a Sequence of its own.
+
+A question is one frozen struct, its answer one value of the type that it names. The same question is asked in one
+process and over a link (engine_link.py), so any front end can answer any request: the engine's process owns the state.
+
+    handler ── await ask(Question) ──▶ Answers.answer ──▶ the function given to `on` for its kind
+
+To add one (an action of operators, a limit per key, a fork): a struct here, its name in `AnyQuestion`, and a function
+given to `Answers.on` where the state lives (server.py). A refusal is a PagewalkError, raised again where it was asked.
+The answer to a question overtakes no token batch that was sent before it, and none that is sent after it overtakes it:
+a question that begins Sequences can carry their ids, whose sinks the front end has put in place before it asks.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar, get_args
+
+import msgspec
+
+from service.engine_client import EngineSnapshot, OpenRequest
+from service.errors import Loading
+
+A = TypeVar("A")
+
+
+class Question(msgspec.Struct, Generic[A], frozen=True):
+    """Something to ask, with an answer of type A."""
+
+    @classmethod
+    def answer_type(cls) -> Any:
+        """A, as this kind of question names it."""
+        (base,) = cls.__orig_bases__  # type: ignore[attr-defined]
+        return get_args(base)[0]
+
+
+class MetricsText(msgspec.Struct, frozen=True):
+    """The body of /metrics and its Content-Type."""
+
+    body: bytes
+    content_type: str
+
+
+class TakeSnapshot(Question[EngineSnapshot], frozen=True, tag="snapshot"):
+    """The engine between two steps."""
+
+
+class RenderMetrics(Question[MetricsText], frozen=True, tag="metrics"):
+    """All series, those of every front end together."""
+
+    accept: str  # the client's Accept header
+
+
+class CountGenerating(Question[int], frozen=True, tag="generating"):
+    """Requests that generate or wait, of every front end."""
+
+
+class Enter(Question[None], frozen=True, tag="enter"):
+    """Let one more request of a rated tenant in; then it must Leave. Refused with RateLimited."""
+
+    tenant: str
+
+
+class Spend(Question[None], frozen=True, tag="spend"):
+    """Count tokens of a request that is in."""
+
+    tenant: str
+    tokens: int
+
+
+class Leave(Question[None], frozen=True, tag="leave"):
+    """A request that was let in is over."""
+
+    tenant: str
+
+
+class ListRequests(Question[list[OpenRequest]], frozen=True, tag="list_requests"):
+    """The requests of an owner that have not ended, whichever front end has them, oldest first."""
+
+    owner: str
+
+
+class AbortRequest(Question[int], frozen=True, tag="abort_request"):
+    """End an owner's requests of these ids; the answer is how many Sequences that ends."""
+
+    owner: str
+    request_ids: list[str]
+
+
+AnyQuestion = TakeSnapshot | RenderMetrics | CountGenerating | Enter | Spend | Leave | ListRequests | AbortRequest
+
+Q = TypeVar("Q", bound=Question[Any])
+
+OWN_FRONT_END = 0
+"""The number of the front end that shares the engine's process, if there is one."""
+
+
+class Answerer(Protocol):
+    """Whom a front end asks: `Answers` in one process, else the link."""
+
+    async def ask(self, question: Question[A]) -> A:
+        """Raises the PagewalkError that refuses it; ServiceUnavailable if nobody answers."""
+        ...
+
+
+class Answers:
+    """Who answers what. One in the engine's process."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Question[Any]], Callable[[int, Any], Awaitable[Any]]] = {}
+
+    def on(self, kind: type[Q], handler: Callable[[int, Q], Awaitable[Any]]) -> None:
+        """From now on `handler(front_end, question)` answers questions of this kind. It may raise a PagewalkError."""
+        self._handlers[kind] = handler
+
+    async def answer(self, front_end: int, question: Question[A]) -> A:
+        """Raises what the handler raises; Loading while nobody can answer yet."""
+        handler = self._handlers.get(type(question))
+        if handler is None:
+            raise Loading
+        answer: A = await handler(front_end, question)
+        return answer
+
+    async def ask(self, question: Question[A]) -> A:
+        """`answer` for the front end of this process."""
+        return await self.answer(OWN_FRONT_END, question)
