@@ -23,7 +23,10 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 export VENV PYTHON TORCH_INDEX
 
-.PHONY: help serve test check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins clean
+COMPAT := .venv-compat
+LOAD ?=
+
+.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -33,7 +36,11 @@ serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
 	@exec env $(HUGE_PAGES) $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)  ## Run every deterministic test that needs no GPU
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-compat: $(RUNTIME) $(COMPAT)/.installed  ## Run other people's clients (docs/compat.md); LOAD=1: load generators too
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python OMP_WAIT_POLICY=PASSIVE \
+		$(COMPAT)/bin/python -m pytest tests/compat -m compat -W default $(ARGS)
 
 check: $(DEV)  ## Format, lint, types, direction of imports, container files
 	$(BIN)/ruff format --check .
@@ -66,10 +73,15 @@ pins: $(DEV)  ## Write what is installed into constraints.txt
 	@sh scripts/pins.sh
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(RUNTIME): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh
 	@sh scripts/install.sh .
+	@touch $@
+
+$(COMPAT)/.installed: tests/compat/requirements.txt tests/compat/requirements-load.txt
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/pip install -q -r tests/compat/requirements.txt $(if $(LOAD),-r tests/compat/requirements-load.txt)
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh

@@ -3,6 +3,7 @@
     serve         load a model and answer requests
     check         load a model, generate a little, and say how it went
     config show   print the settings in force, and where each came from
+    openapi       print the description of the API
     bench NAME    measure something (bench/__main__.py)
 
 Exit codes: 0 well; 2 a setting is wrong; 3 the model cannot be loaded; 4 the device or its memory is not enough;
@@ -25,10 +26,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import uvloop
 
 from service import logs
 from service.errors import ConfigurationError
+from service.openapi import document
 from service.server import Failure, Server, check
 from service.settings import Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
@@ -58,6 +61,9 @@ def run(arguments: list[str]) -> int:
     except SystemExit as end:  # argparse has said what is wrong, or has printed the help
         return end.code if isinstance(end.code, int) else EXIT_SETTINGS
     try:
+        if given.command == "openapi":
+            sys.stdout.write(msgspec.json.format(document(version("pagewalk")), indent=2).decode() + "\n")
+            return EXIT_OK
         settings, origins = load_settings(vars(given), os.environ)
         if given.command == "config":
             sys.stdout.write(to_toml(settings, origins))
@@ -103,6 +109,7 @@ def _parser() -> Parser:
     add_flags(commands.add_parser("serve", help="load a model and answer requests", **serve))
     add_flags(commands.add_parser("check", help="load a model, generate a little, and exit"))
     commands.add_parser("bench", help="measure throughput, latency, kernels, swap", add_help=False)
+    commands.add_parser("openapi", help="print the description of the API (OpenAPI 3.1)")
     config = commands.add_parser("config", help="look at the settings").add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=Parser
     )

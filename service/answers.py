@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import msgspec
 
 from service.choice import Choice, Delta
+from service.errors import PagewalkError
 from service.generation import Generation
 from service.logprobs import ScoredToken, Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
 from service.schema import GenerationBody
-from service.sse import DATA, END
+from service.sse import DATA, DONE, END, error_event
 
 _encode = msgspec.json.Encoder().encode
 
@@ -97,8 +98,12 @@ class Form(Protocol):
         """One event of a stream."""
         ...
 
-    def usage_event(self, generation: Generation) -> bytes:
-        """The event that carries the usage and no choice."""
+    def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
+        """What ends a stream. with_usage: the client asked for the usage."""
+        ...
+
+    def failure(self, error: PagewalkError) -> bytes:
+        """What ends a stream in which something goes wrong after its status line."""
         ...
 
     def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
@@ -131,8 +136,14 @@ class _Envelope:
             "model": self._fields["model"],
         }
 
-    def usage_event(self, generation: Generation) -> bytes:
-        return self._opening + b'],"usage":' + _encode(usage(generation)) + b"}" + END
+    def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
+        """The usage is in an event of its own, without a choice."""
+        if not with_usage:
+            return DONE
+        return self._opening + b'],"usage":' + _encode(usage(generation)) + b"}" + END + DONE
+
+    def failure(self, error: PagewalkError) -> bytes:
+        return error_event(error) + DONE
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         """The member `logprobs` of a choice."""
@@ -149,7 +160,7 @@ class _Envelope:
             return b""
         return b',"cache_info":' + _encode(cache_info(choice))
 
-    def _closing(self, delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
+    def _rest(self, delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
         """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
         if self._is_plain and delta.finish_reason is None and usage_so_far is None and not members and not more:
             return PLAIN_CLOSING
@@ -198,7 +209,7 @@ class CompletionForm(_Envelope):
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._opening + b'{"index":%d,"text":' % choice.index
-        return head + _encode(delta.text) + self._closing(delta, members, usage_so_far)
+        return head + _encode(delta.text) + self._rest(delta, members, usage_so_far)
 
     def _prompt_ids(self, choice: Choice) -> bytes:
         return b',"prompt_token_ids":' + _encode(choice.prompt.ids) if self._wishes.token_ids else b""
@@ -252,7 +263,7 @@ class ChatForm(_Envelope):
         token_ids, more = b"", b""
         if self._wishes.token_ids:
             token_ids, more = b',"token_ids":[]', b',"prompt_token_ids":' + _encode(choice.prompt.ids)
-        return self._opening + role + self._closing(Delta("", []), token_ids, usage_so_far, more)
+        return self._opening + role + self._rest(Delta("", []), token_ids, usage_so_far, more)
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         head = self._heads.get(choice.index)
@@ -263,7 +274,7 @@ class ChatForm(_Envelope):
         else:
             content = b"{}"
         token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._wishes.token_ids else b""
-        return head + content + self._closing(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+        return head + content + self._rest(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if self._wishes.top_choices is None:

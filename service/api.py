@@ -3,19 +3,24 @@
 `make_app` needs a FrontEnd only; the model joins it when it is loaded. Start the app with `http_server.make_runner`.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from aiohttp import web
 
 from service import admin
+from service.anthropic_messages import count_tokens, create_message
 from service.body import read_body
 from service.completions import create_chat_completion, create_completion
+from service.docs_page import docs, openapi
 from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
 from service.front_end import FRONT_END, FrontEnd
-from service.middleware import ACCESS, Access, Handler, add_headers, answer_every_request, answer_expect
+from service.middleware import ACCESS, CALLER, Access, Handler, add_headers, answer_every_request, answer_expect
+from service.own_requests import delete_request, list_requests, show_request
 from service.prompts import chat_prompt, check_text_length
 from service.questions import CountGenerating, RenderMetrics
+from service.responses import create_response
 from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from service.served_model import ServedModel
 
@@ -25,7 +30,16 @@ Route = tuple[str, str, Handler, Access]
 def make_app(front_end: FrontEnd) -> web.Application:
     """The application of the public port; with an admin key, the admin routes too."""
     routes = ROUTES if front_end.settings.admin_api_key is None else [*ROUTES, *ADMIN_ROUTES]
-    return _application(front_end, routes)
+    app = _application(front_end, routes)
+    app.cleanup_ctx.append(_watch_keys)
+    return app
+
+
+async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
+    """While the application runs, a changed file of keys is read again."""
+    watching = asyncio.create_task(app[FRONT_END].api_keys.watch())
+    yield
+    watching.cancel()
 
 
 def make_admin_app(front_end: FrontEnd) -> web.Application:
@@ -91,7 +105,7 @@ async def tokenize(request: web.Request) -> web.Response:
         check_text_length(len(body.prompt), model.client.limits, param="prompt")
         ids = await model.tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = (await chat_prompt(body, model)).ids
+        ids = (await chat_prompt(body, model, request[CALLER].tenant)).ids
     return _json(
         {
             "count": len(ids),
@@ -188,15 +202,16 @@ ROUTES: list[Route] = [
     ("GET", "/version", version, "open"),
     ("GET", "/load", load, "open"),
     ("GET", "/metrics", metrics, "open"),
-    ("POST", "/v1/responses", not_yet, "key"),
-    ("POST", "/v1/messages", not_yet, "key"),
+    ("POST", "/v1/responses", create_response, "key"),
+    ("POST", "/v1/messages", create_message, "key"),
+    ("POST", "/v1/messages/count_tokens", count_tokens, "key"),
     ("POST", "/v1/embeddings", not_yet, "key"),
-    ("GET", "/v1/requests", not_yet, "key"),
-    ("GET", "/v1/requests/{id}", not_yet, "key"),
-    ("DELETE", "/v1/requests/{id}", not_yet, "key"),
+    ("GET", "/v1/requests", list_requests, "key"),
     ("POST", "/v1/requests/{id}/fork", not_yet, "key"),
-    ("GET", "/openapi.json", not_yet, "open"),
-    ("GET", "/docs", not_yet, "open"),
+    ("GET", "/v1/requests/{id}", show_request, "key"),
+    ("DELETE", "/v1/requests/{id}", delete_request, "key"),
+    ("GET", "/openapi.json", openapi, "open"),
+    ("GET", "/docs", docs, "open"),
 ]
 
 ADMIN_ROUTES: list[Route] = [

@@ -5,6 +5,7 @@ One place, so that the server, `pagewalk check` and the benchmarks run the very 
 
 import ctypes
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from model.start_report import StartReport, Unreported
 from service.engine import Engine, EngineObserver
 from service.engine_client import EngineClient, Limits
 from service.errors import ConfigurationError
+from service.rate_limits import RateLimits
 from service.scheduler import Scheduler, SchedulerSettings
 from service.settings import Settings, watermark_shares
 from service.tenant_settings import tenant_limits
@@ -111,15 +113,17 @@ def assemble(
         max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
     )
     scheduler = Scheduler(memory, bounds)
+    rates = RateLimits({name: each.rate_limit for name, each in settings.tenants.items()}, time.monotonic)
     request_limits = Limits(
         max_model_len=max_length,
         max_request_tokens=memory.max_tokens_of(None),
         tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
+        rated_tenants=rates.tenants,
         max_waiting=settings.max_waiting,
         vocabulary=config.vocabulary,
         max_running=sizes.running,
     )
-    engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s)
+    engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s, rates=rates)
     client = EngineClient(engine)
     engine.connect(0, client)
     return Assembly(

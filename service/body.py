@@ -1,5 +1,6 @@
 """Reads a request's body: its kind, its size, its bytes, its fields. Each fault has its own status."""
 
+import asyncio
 from email.message import Message
 from typing import TypeVar
 
@@ -11,6 +12,9 @@ from service.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType, qu
 from service.front_end import FRONT_END
 from service.middleware import ID, IGNORED, check_length
 from service.schema import Body
+
+BODY_TIMEOUT_S = 120.0
+"""A body must have come within this: one that trickles holds a socket, and a place among its tenant's requests."""
 
 log = structlog.get_logger("pagewalk.http")
 
@@ -27,7 +31,10 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     check_length(request)
     settings = request.app[FRONT_END].settings
     try:
-        raw = await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise BadRequest(f"The body did not come within {BODY_TIMEOUT_S:g} s.") from None
     except web.HTTPRequestEntityTooLarge:
         raise PayloadTooLarge(f"The body has more than {settings.body_limit_bytes} bytes, the limit.") from None
     except web.RequestPayloadError:

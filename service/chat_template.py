@@ -7,7 +7,8 @@ Source: transformers, `utils/chat_template_utils.py`; tests compare the ids.
 """
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,12 @@ import jinja2.sandbox
 from service.errors import BadRequest, quoted
 
 Message = dict[str, Any]
+
+MAX_RENDERED_CHARACTERS = 1 << 26
+"""Twice as many as the longest body has by default: templates add little to what they are given."""
+
+RENDER_TIMEOUT_S = 10.0
+"""Looked at whenever the template has made a piece of text; a chat of a million characters takes some milliseconds."""
 
 END_OF_FINAL = "\uf8ffEND_OF_FINAL_MESSAGE "
 """Stands behind the message to be continued while the template runs. The space tells whether the template trims."""
@@ -87,7 +94,9 @@ class ChatTemplate:
         template = self._with_tools if tools else self._plain
         given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            text = template.render({**variables, **given})
+            text = _joined(template.generate({**variables, **given}))
+        except BadRequest:
+            raise
         except Exception as error:
             # Any exception: the template is a program of somebody else's, run on a client's data.
             reason = error.message if isinstance(error, jinja2.TemplateError) and error.message else str(error)
@@ -95,6 +104,21 @@ class ChatTemplate:
                 f"The model's chat template refuses these messages: {quoted(reason, 500)}", param="messages"
             ) from error
         return _cut_at_end_of_final(text, final) if continue_final_message else text
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """The whole text. A client's data may make a template's loops long: neither time nor memory is without bound."""
+    end, characters, taken = time.monotonic() + RENDER_TIMEOUT_S, 0, []
+    for piece in pieces:
+        characters += len(piece)
+        if characters > MAX_RENDERED_CHARACTERS:
+            words = f"more than {MAX_RENDERED_CHARACTERS} characters"
+            raise BadRequest(f"The model's chat template makes {words} of these messages.", param="messages")
+        if time.monotonic() > end:
+            words = f"longer than {RENDER_TIMEOUT_S:g} s"
+            raise BadRequest(f"The model's chat template works {words} on these messages.", param="messages")
+        taken.append(piece)
+    return "".join(taken)
 
 
 def _cut_at_end_of_final(text: str, final: str) -> str:

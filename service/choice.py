@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
-from service.errors import InternalError, ServiceUnavailable
+from service.errors import Aborted, InternalError
 from service.logprobs import ScoredToken
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
@@ -222,4 +222,4 @@ def _check_end(ended: Ended) -> None:
     if ended.reason == "error":
         raise InternalError(ended.message or "The server failed while it worked on this request.")
     if ended.reason == "abort":
-        raise ServiceUnavailable(ended.message or "The server has aborted this request.")
+        raise Aborted(ended.message or "The server has aborted this request.")

@@ -18,11 +18,11 @@ from service.errors import InternalError, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
 from service.logprobs import Spelling
-from service.middleware import CLIENT_LEFT, ID, NUMBERS
+from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
 from service.prompts import Prompt, chat_prompt, completion_prompts
 from service.schema import ChatBody, CompletionBody, GenerationBody
 from service.served_model import ServedModel
-from service.sse import DONE, EventStream, error_event
+from service.sse import EventStream
 from service.token_stream import TokenStream
 
 log = structlog.get_logger("pagewalk.http")
@@ -39,8 +39,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
-    prompts = await completion_prompts(body, model)
-    return await _answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
+    prompts = await completion_prompts(body, model, request[CALLER].tenant)
+    return await answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -49,11 +49,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
-    prompt = await chat_prompt(body, model)
-    return await _answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
+    prompt = await chat_prompt(body, model, request[CALLER].tenant)
+    return await answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
 
 
-async def _answer(
+async def answer(
     request: web.Request,
     body: GenerationBody,
     prompts: list[Prompt],
@@ -63,6 +63,7 @@ async def _answer(
     *,
     default_tokens: int | None,
 ) -> web.StreamResponse:
+    """Generate, and write what comes as the Form says. Raises what `Generation` does, and QueueFull."""
     front_end = request.app[FRONT_END]
     if body.request_id is not None:
         request[ID] = body.request_id
@@ -74,10 +75,12 @@ async def _answer(
         wishes=Wishes.of(body, Spelling(model.tokenizer.token_bytes, as_ids=bool(body.return_tokens_as_token_ids))),
     )
     front_end.check_room()
-    generation = Generation(body, prompts, model, request_id=request[ID], default_tokens=default_tokens)
+    caller = request[CALLER]
+    generation = Generation(body, prompts, model, request_id=request[ID], caller=caller, default_tokens=default_tokens)
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1
     try:
+        await front_end.spend(caller.tenant, generation.prompt_tokens)
         if body.stream:
             return await _answer_in_events(request, body, generation, form, front_end)
         return await _answer_whole(generation, form)
@@ -87,6 +90,7 @@ async def _answer(
         numbers |= generation.numbers()
         for prompt in generation.by_prompt():
             front_end.metrics.prompt_ended(prompt)
+        await front_end.spend(caller.tenant, generation.completion_tokens)
 
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:
@@ -121,7 +125,7 @@ async def _answer_in_events(
             if not isinstance(error, PagewalkError):
                 log.error("stream failed", request_id=request[ID], exc_info=error)
                 error = InternalError(f"The server failed on this request, {request[ID]}.")
-            await events.write(error_event(error) + DONE)
+            await events.write(form.failure(error))
         return events.response
 
 
@@ -185,7 +189,5 @@ class _EventWriter:
                     self._so_far = running_usage(self._prompt_tokens, self._completion_tokens)
                 parts.append(self._form.event(choice, delta, self._so_far, is_first=is_first))
         if self._generation.is_over:
-            if self._with_usage:
-                parts.append(self._form.usage_event(self._generation))
-            parts.append(DONE)
+            parts.append(self._form.closing(self._generation, with_usage=self._with_usage))
         return b"".join(parts)

@@ -74,7 +74,7 @@ _WORDS = {
     "str": "string",
     "bool": "boolean",
 }  # not Python's names
-_PART_KIND = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
+_PART_KIND = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 
 
 def _refusal(message: str, kind: type[Body]) -> BadRequest:

@@ -1,6 +1,7 @@
 """The two ports of a front end: open, answer, close. The same in the engine's process and in one of its own."""
 
 import errno
+import ssl
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -32,32 +33,40 @@ def url_host(address: str, *, listening: bool = False) -> str:
 class Doors:
     """Listens for one FrontEnd."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
+    def __init__(self, front_end: FrontEnd, tls: ssl.SSLContext | None) -> None:
+        """tls: what the main port speaks; the admin port speaks plain HTTP."""
         self.front_end = front_end
+        self._tls = tls
         self.port = self.admin_port = 0
         self._runners: list[web.AppRunner] = []
 
     async def open_at(self, host: str, port: int, admin_host: str, admin_port: int) -> None:
         """Answer on every address of two hosts. Raises ConfigurationError."""
         ports = []
-        places = [(make_app, host, port, "port"), (make_admin_app, admin_host, admin_port, "admin-port")]
-        for make, where, number, flag in places:
+        places = [
+            (make_app, host, port, "port", self._tls),
+            (make_admin_app, admin_host, admin_port, "admin-port", None),
+        ]
+        for make, where, number, flag, tls in places:
             try:
-                ports.append(await self._open(make(self.front_end), await addresses_of(where, number), share=False))
+                addresses = await addresses_of(where, number)
+                ports.append(await self._open(make(self.front_end), addresses, share=False, tls=tls))
             except OSError as error:
                 raise cannot_listen(error, where, number, flag) from None
         self.port, self.admin_port = ports
 
     async def share(self, addresses: Sequence[Address], admin_addresses: Sequence[Address]) -> None:
         """Answer on addresses that other processes answer on too. Raises OSError."""
-        self.port = await self._open(make_app(self.front_end), addresses, share=True)
-        self.admin_port = await self._open(make_admin_app(self.front_end), admin_addresses, share=True)
+        self.port = await self._open(make_app(self.front_end), addresses, share=True, tls=self._tls)
+        self.admin_port = await self._open(make_admin_app(self.front_end), admin_addresses, share=True, tls=None)
 
-    async def _open(self, app: web.Application, addresses: Sequence[Address], *, share: bool) -> int:
+    async def _open(
+        self, app: web.Application, addresses: Sequence[Address], *, share: bool, tls: ssl.SSLContext | None
+    ) -> int:
         runner = make_runner(app, shutdown_timeout_s=FLUSH_S)
         await runner.setup()
         self._runners.append(runner)
-        await listen(runner, addresses, share=share)
+        await listen(runner, addresses, share=share, tls=tls)
         return int(runner.addresses[0][1])
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ events. A broken invariant or a step that raises ends it for good: every open Se
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +23,7 @@ from model.executor import Executor
 from model.step_plan import StepPlan, StepResult, Ticket
 from service.committed import Committed
 from service.engine_client import (
+    Abort,
     Cancel,
     Ended,
     EngineDied,
@@ -32,9 +33,12 @@ from service.engine_client import (
     Finish,
     Limits,
     Message,
+    OpenRequest,
     Submit,
     TokenBatch,
 )
+from service.open_requests import open_requests
+from service.rate_limits import RateLimits
 from service.request import Sequence
 from service.scheduler import Scheduler
 
@@ -98,9 +102,11 @@ class Engine:
         observer: EngineObserver,
         *,
         step_timeout_s: float = 60.0,
+        rates: RateLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
+        self.rates = RateLimits({}, clock) if rates is None else rates
         self.scheduler = scheduler
         self.executor = executor
         self.previous: _InFlight | None = None
@@ -224,6 +230,7 @@ class Engine:
     def disconnect(self, front_end: int) -> None:
         """Nobody receives for `front_end` any more."""
         self._front_ends.pop(front_end, None)
+        self.rates.forget(front_end)
 
     def post(self, front_end: int, message: Message) -> None:
         """Hand in a message; it is read before the next step. In the engine's event loop only."""
@@ -249,10 +256,29 @@ class Engine:
             match message:
                 case Cancel():
                     ended = self.scheduler.end(sequence, "abort", now)
+                case Abort():
+                    ended = self.scheduler.end(sequence, "abort", now)
                 case Finish(at=at):
                     ended = self.scheduler.end(sequence, "stop", now, output=at)
             self._deliver(front_end, TokenBatch(self._step, [], [], [ended]))
             self._observer.sequence_ended(sequence, ended, now)
+
+    def open_requests(self, owner: str) -> list[OpenRequest]:
+        """The requests of an owner that have not ended, oldest first."""
+        unread = (message for _, message in self._inbox if isinstance(message, Submit))
+        return open_requests(self.scheduler, unread, owner, self._clock())
+
+    def abort(self, owner: str, request_ids: Iterable[str]) -> int:
+        """End an owner's requests of these ids before the next step; returns how many Sequences that ends."""
+        ids = frozenset(request_ids)
+        keys = [each.key for each in self.scheduler.open_sequences() if each.owner == owner and each.request_id in ids]
+        for front_end, message in self._inbox:
+            if isinstance(message, Submit) and message.owner == owner and message.request_id in ids:
+                keys.append((front_end, message.sequence_id))
+                keys += [(front_end, sibling.sequence_id) for sibling in message.siblings]
+        for front_end, sequence_id in keys:
+            self.post(front_end, Abort(sequence_id))
+        return len(keys)
 
     def _open_slots(self) -> None:
         """Swap slots become usable as the memory behind them is there. More is asked for when half of it is in use."""

@@ -52,6 +52,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: SamplingParameters
     end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
     tenant: str = DEFAULT_TENANT
+    owner: str = ""  # whose request it is: what the requests of one key have in common (auth.py)
     prefix_cache: bool = True  # read and fill the page cache
     cache_salt: str = ""  # cached pages are shared among equal salts only
     siblings: list[Sibling] = []
@@ -66,6 +67,12 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     sequence_id: int
 
 
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Its owner wants it no more: it ends with reason "abort", and whoever waits for it is told."""
+
+    sequence_id: int
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The front end found a text stop: the Sequence ends after its first `at` tokens; later ones were never made."""
 
@@ -73,7 +80,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     at: int
 
 
-Message = Submit | Cancel | Finish
+Message = Submit | Cancel | Abort | Finish
 
 
 class MissInfo(msgspec.Struct, frozen=True):
@@ -162,6 +169,7 @@ class Limits(msgspec.Struct, frozen=True):
     vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
     max_running: int = 1 << 30  # Sequences that run at once: a beam search takes a place for each beam
     tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
+    rated_tenants: frozenset[str] = frozenset()  # whose requests must Enter (questions.py)
 
     def pool_tokens(self, tenant: str) -> int:
         """Tokens of one request of `tenant`, its beams together, that can be held."""
@@ -204,6 +212,28 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     memory: MemoryInformation
     counters: EventCounters
     frame_bytes: int
+
+
+SequenceState = Literal["queued", "prefill", "decode", "preempted", "swapped"]
+
+
+class OpenSequence(msgspec.Struct, frozen=True):
+    """One choice of a request that has not ended."""
+
+    state: SequenceState
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the page cache
+    output_tokens: int
+    max_tokens: int
+    preemptions: int
+
+
+class OpenRequest(msgspec.Struct, frozen=True):
+    """A request, with its choices that have not ended."""
+
+    id: str
+    age_s: float
+    sequences: list[OpenSequence]
 
 
 class EnginePort(Protocol):

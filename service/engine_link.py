@@ -1,7 +1,7 @@
 """The engine's messages between two processes: what travels, its frames, and the front end's end of it.
 
     engine's process (front_ends.py)                                        front end (front_end_process.py)
-        ── Hello, Serve, Status, TokenBatch, EngineDied, Answer, SendReport, Goodbye ──▶
+        ── Hello, Serve, Status, TokenBatch, EngineDied, Answer, SendReport, ReloadKeys, Goodbye ──▶
         ◀── Listening, Serving, Failed, Submit, Cancel, Finish, Ask, Report ──
 
 A frame is four bytes of length, big-endian, and one MessagePack object whose `type` says which message it is. The link
@@ -106,6 +106,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     refusal: Refusal | None = None
 
 
+class ReloadKeys(msgspec.Struct, frozen=True, tag="reload_keys"):
+    """Read the file of API keys again."""
+
+
 class SendReport(msgspec.Struct, frozen=True, tag="send_report"):
     """Somebody looks at the metrics: send a Report now."""
 
@@ -114,7 +118,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """Finish what is being sent, close, and exit."""
 
 
-ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | SendReport | Goodbye
+ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | SendReport | ReloadKeys | Goodbye
 
 # ---------------------------------------------------------------- from a front end
 

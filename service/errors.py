@@ -11,17 +11,20 @@
     ├── UnsupportedMediaType     415  UnsupportedMediaType
     ├── ExpectationFailed        417  ExpectationFailed
     ├── QueueFull                429  RateLimitError           with Retry-After
+    ├── RateLimited              429  RateLimitError           with Retry-After
     ├── InternalError            500  InternalServerError
     └── ServiceUnavailable       503  ServiceUnavailableError  with Retry-After
         ├── Loading                   the weights are not there yet
         ├── Draining                  the server is about to stop
+        ├── Aborted                   its owner, or an operator, has ended the request
         └── EngineDead                the engine has stopped for good
 
 A message is written for the client: it carries the numbers, never a Python name or a traceback, is at most 1,000
 characters long and echoes at most 200 characters of the client's input (`quoted`). `str(error)` is that message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import msgspec
@@ -165,6 +168,10 @@ class QueueFull(PagewalkError):
         return {"Retry-After": str(self.retry_after_s)}
 
 
+class RateLimited(QueueFull):
+    """As many requests or tokens as the tenant may have, now or this minute."""
+
+
 class InternalError(PagewalkError):
     """A fault of this server."""
 
@@ -198,11 +205,52 @@ class Draining(ServiceUnavailable):
         super().__init__(message, retry_after_s=retry_after_s)
 
 
+class Aborted(ServiceUnavailable):
+    """The request was ended on purpose: trying again would only make work for whoever ended it."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
 class EngineDead(ServiceUnavailable):
     """The engine has stopped for good; the process will be replaced."""
 
     def __init__(self, message: str = "The engine has stopped.", *, retry_after_s: int = 10) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+
+
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about fields name them as this route does: `names` has ours -> its."""
+    try:
+        yield
+    except (BadRequest, NotImplementedYet) as error:
+        if error.param is None or error.param not in names:
+            raise
+        ours, told = error.param, names[error.param]
+        words = str(error)
+        if words.startswith(f"{ours} "):
+            words = told + words.removeprefix(ours)
+        raise type(error)(words, param=told) from None
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_body(error: PagewalkError, request_id: str | None = None) -> bytes:
+    """The same error in the form of the Anthropic API, one line. Statuses are those of the common form."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    return msgspec.json.encode(body)
 
 
 class ConfigurationError(Exception):

@@ -5,20 +5,21 @@ then. It may share the engine's process or be one of several processes (docs/dec
 server it asks (`engine`).
 """
 
-import hashlib
-import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
+from service.auth import KeyRing
 from service.decoding import UnknownFields
 from service.engine_client import EngineState
-from service.errors import Draining, EngineDead, Loading, QueueFull
+from service.errors import Draining, EngineDead, Loading, QueueFull, ServiceUnavailable
 from service.generation import PromptNumbers
-from service.questions import Answerer
+from service.questions import Answerer, Spend
 from service.served_model import ServedModel
 
 
@@ -26,9 +27,13 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that the HTTP side needs."""
 
     version: str
-    api_keys: tuple[str, ...] = ()  # none: any Authorization header or none is accepted
+    api_keys: tuple[str, ...] = ()  # none, and no file: any Authorization header or none is accepted
+    api_key_file: str | None = None  # more of them, with tenants (auth.py)
     admin_api_key: str | None = None  # opens /admin/v1 on the main port, and is asked for on the admin port too
     body_limit_bytes: int = 32 * 2**20  # prompts as token ids need about 7 bytes a token
+    tls_cert: str | None = None  # files in PEM; both or neither
+    tls_key: str | None = None
+    cors_allow_origins: tuple[str, ...] = ()  # web pages that may use this server; "*": all
     sse_keep_alive_s: float = 15.0
     unknown_fields: UnknownFields = "refuse"
     max_logprobs: int = 20  # likeliest tokens that a client may ask for at each place
@@ -51,28 +56,6 @@ class HttpMetrics(Protocol):
         ...
 
 
-class KeyRing:
-    """Secrets that open a door. Only digests are kept, and every comparison takes the same time."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [self._digest(key) for key in keys]
-
-    @staticmethod
-    def _digest(key: str) -> bytes:
-        # surrogateescape: header bytes that are not UTF-8 arrive so, and must be hashed like any other wrong key
-        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def holds(self, key: str) -> bool:
-        """Whether `key` is one of them."""
-        digest, found = self._digest(key), False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        return found
-
-
 @dataclass(slots=True)
 class FrontEnd:
     """One per process that serves HTTP."""
@@ -87,7 +70,8 @@ class FrontEnd:
     admin_keys: KeyRing = field(init=False)
 
     def __post_init__(self) -> None:
-        self.api_keys = KeyRing(self.settings.api_keys)
+        file = self.settings.api_key_file
+        self.api_keys = KeyRing(self.settings.api_keys, None if file is None else Path(file))
         admin_key = self.settings.admin_api_key
         self.admin_keys = KeyRing(() if admin_key is None else (admin_key,))
 
@@ -108,6 +92,12 @@ class FrontEnd:
             raise QueueFull(
                 f"{self.generating} requests are open, the limit is {limit}: try again later", retry_after_s=1
             )
+
+    async def spend(self, tenant: str, tokens: int) -> None:
+        """Count tokens of a tenant's request that was let in, if anybody counts them."""
+        if self.model is not None and tenant in self.model.client.limits.rated_tenants:
+            with suppress(ServiceUnavailable):  # the engine is gone, and its counts with it
+                await self.engine.ask(Spend(tenant, tokens))
 
     def loaded(self) -> ServedModel:
         """The model. Raises Loading."""

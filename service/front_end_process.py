@@ -33,6 +33,7 @@ from service.engine_link import (
     Hello,
     Link,
     Listening,
+    ReloadKeys,
     SendReport,
     Serve,
     Serving,
@@ -41,6 +42,7 @@ from service.engine_link import (
 )
 from service.front_end import FrontEnd
 from service.http_counts import HttpCounts
+from service.http_server import tls_context
 from service.process import allow_many_sockets, settle
 from service.tokenization import TokenizerNotUsable
 
@@ -96,6 +98,9 @@ class FrontEndProcess:
                     self._engine.answered(message)
             case SendReport():
                 self._report()
+            case ReloadKeys():
+                if self.doors is not None:
+                    self.doors.front_end.api_keys.reload()
             case Hello():
                 self._meet(message)
                 self._begin(partial(self._listen, message))
@@ -139,7 +144,7 @@ class FrontEndProcess:
         logs.configure(hello.log_level, hello.log_format)
         self._engine = EngineLink(self.link.send, silence_s=hello.silence_s, clock=time.monotonic)
         settings = msgspec.structs.replace(hello.settings, max_generating=allow_many_sockets())
-        self.doors = Doors(FrontEnd(settings, self.counts, logs.log_request, self._engine))
+        self.doors = Doors(FrontEnd(settings, self.counts, logs.log_request, self._engine), tls_context(settings))
 
     async def _listen(self, hello: Hello) -> None:
         assert self.doors is not None
@@ -178,10 +183,7 @@ async def _run(descriptor: int) -> int:
 
 def main() -> None:
     """The process."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal and an init system send them to all processes of a server
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal sends them to all processes of a server
         signal.signal(number, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_run(int(sys.argv[1])))

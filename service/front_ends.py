@@ -33,6 +33,7 @@ from service.engine_link import (
     Link,
     Listening,
     Refusal,
+    ReloadKeys,
     SendReport,
     Serve,
     Serving,
@@ -221,6 +222,11 @@ class FrontEnds:
     async def fresh_reports(self) -> None:
         """Ask all for their counts."""
         await asyncio.gather(*(desk.fresh_report() for desk in self.desks.values()))
+
+    def reload(self) -> None:
+        """Let all read the file of API keys again."""
+        for desk in self.desks.values():
+            desk.link.send(ReloadKeys())
 
     async def open(self) -> None:
         """Start all; return when they listen. Raises FrontEndFailed if one ends before."""

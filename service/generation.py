@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from service.auth import Caller
 from service.choice import Choice, Delta, TextRules
 from service.engine_client import EndReason, Limits, Sibling, Submit
 from service.errors import BadRequest, EngineDead, quoted
@@ -45,14 +46,17 @@ class Generation:
         model: ServedModel,
         *,
         request_id: str,
+        caller: Caller,
         default_tokens: int | None,
     ) -> None:
         """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead."""
         limits = model.client.limits
         check_token_ids(body.stop_token_ids or [], limits.vocabulary, param="stop_token_ids", path="$.stop_token_ids")
-        self._budgets = [output_tokens(len(prompt.ids), body, limits, default=default_tokens) for prompt in prompts]
+        self._budgets = [
+            output_tokens(len(prompt.ids), body, limits, caller.tenant, default=default_tokens) for prompt in prompts
+        ]
         _check_together(body, self._budgets, limits)
-        self._rules, self._template = self._ask(body, model, request_id)
+        self._rules, self._template = self._ask(body, model, request_id, caller)
         self.prompts = prompts
         self.choices_per_prompt = body.choices_per_prompt
         self.inbox = Inbox(model.client.turn)
@@ -72,7 +76,7 @@ class Generation:
             raise
 
     @staticmethod
-    def _ask(body: GenerationBody, model: ServedModel, request_id: str) -> tuple[TextRules, Submit]:
+    def _ask(body: GenerationBody, model: ServedModel, request_id: str, caller: Caller) -> tuple[TextRules, Submit]:
         """What is the same for all prompts: how tokens become text, and a message without a prompt."""
         # an end token is reported as null even if the client named it too
         own_ends = () if body.ignore_eos else model.end_ids
@@ -92,6 +96,8 @@ class Generation:
         template = Submit(
             sequence_id=0,
             request_id=request_id,
+            tenant=caller.tenant,
+            owner=caller.owner,
             prompt_ids=[],
             max_tokens=0,
             sampling=sampling,

@@ -8,13 +8,15 @@ HTTP at all, an unknown Expect) gets the JSON form of errors like everything els
 import asyncio
 import http
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from service.errors import BadRequest, InternalError, PagewalkError
+from service.errors import BadRequest, ConfigurationError, InternalError, PagewalkError
+from service.front_end import ApiSettings
 from service.middleware import error_response, from_http_exception
 
 LINGER_S = 2.0
@@ -22,6 +24,15 @@ LINGER_S = 2.0
 
 BACKLOG = 4096
 """Connections that wait to be accepted; the system's own bound (net.core.somaxconn) is as much or less."""
+
+MAX_LINE_BYTES = 8190
+"""Of the request line, and of one header."""
+
+MAX_HEADERS = 100
+"""In a request. aiohttp refuses more while it reads them."""
+
+HEAD_TIMEOUT_S = 30.0
+"""A new connection must have sent the head of its first request within this."""
 
 ACCEPTS_PER_TURN = 16
 """Handles on one listening socket. libuv accepts one connection a turn for each of its handles, and a turn takes
@@ -35,6 +46,9 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web
         handler_cancellation=True,
         access_log=None,  # one line per request is written by the middleware
         lingering_time=LINGER_S,
+        max_line_size=MAX_LINE_BYTES,
+        max_field_size=MAX_LINE_BYTES,
+        max_headers=MAX_HEADERS,
         auto_decompress=False,  # body.py refuses compressed bodies: a few kilobytes of them can stand for gigabytes
         shutdown_timeout=shutdown_timeout_s,
     )
@@ -76,7 +90,9 @@ def _prepare(unbound: socket.socket, family: int) -> None:
         unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
 
 
-async def listen(runner: web.AppRunner, addresses: Sequence[Address], *, share: bool = False) -> None:
+async def listen(
+    runner: web.AppRunner, addresses: Sequence[Address], *, share: bool = False, tls: ssl.SSLContext | None = None
+) -> None:
     """Answer on these addresses. share: with other processes, which the system deals connections out to.
 
     Raises OSError.
@@ -84,7 +100,22 @@ async def listen(runner: web.AppRunner, addresses: Sequence[Address], *, share: 
     for family, address in addresses:
         with socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share) as bound:
             for _ in range(ACCEPTS_PER_TURN):
-                await web.SockSite(runner, bound.dup(), backlog=BACKLOG).start()
+                await web.SockSite(runner, bound.dup(), backlog=BACKLOG, ssl_context=tls).start()
+
+
+def tls_context(settings: ApiSettings) -> ssl.SSLContext | None:
+    """What the main port speaks, or None for plain HTTP. Raises ConfigurationError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # a key with a passphrase is refused: there is nobody to type it
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: b"")
+    except (OSError, ssl.SSLError) as error:
+        where = f"--tls-cert {settings.tls_cert}, --tls-key {settings.tls_key}"
+        raise ConfigurationError(f"{where}: cannot be used: {error}") from error
+    return context
 
 
 class _Runner(web.AppRunner):
@@ -114,7 +145,20 @@ class _Server(web.Server):
 
 
 class _Protocol(RequestHandler):
-    __slots__ = ()
+    __slots__ = ("_head_timer",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._head_timer = self._loop.call_later(HEAD_TIMEOUT_S, self._check_head)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _check_head(self) -> None:
+        """A connection that has not sent one whole head by now is closed: it holds a socket for nothing."""
+        if self._request_count == 0 and self.transport is not None:
+            self.transport.close()
 
     def handle_error(
         self,

@@ -6,13 +6,16 @@ Doors are closed unless the route says otherwise: a path or method that nothing 
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Literal
 
 import structlog
 from aiohttp import web
 
+from service.auth import Caller
+from service.cors import add_cors_headers, is_preflight, preflight_response
 from service.errors import (
     AuthenticationError,
     BadRequest,
@@ -23,28 +26,44 @@ from service.errors import (
     PagewalkError,
     PayloadTooLarge,
     PermissionDenied,
+    ServiceUnavailable,
+    anthropic_body,
     quoted,
 )
 from service.front_end import FRONT_END
+from service.questions import Enter, Leave
 from service.schema import REQUEST_ID
 
 log = structlog.get_logger("pagewalk.http")
 
 Access = Literal["open", "key", "admin"]
+ErrorForm = Literal["openai", "anthropic"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ANTHROPIC_PATH = "/v1/messages"
 
 ACCESS = web.AppKey("access", dict[web.AbstractResource, Access])
 CLIENT_LEFT = 499  # as nginx logs it; never sent
 
 # what handlers leave in the request for the code here
 ID = web.RequestKey("request_id", str)
+CALLER = web.RequestKey("caller", Caller)
 NUMBERS = web.RequestKey("numbers", dict[str, Any])  # more fields of the log line
 IGNORED = web.RequestKey("ignored_fields", list[str])
 
 
-def error_response(error: PagewalkError) -> web.Response:
-    """An error as an answer of its own."""
-    return web.Response(status=error.status, body=error.body(), content_type="application/json", headers=error.headers)
+def form_of(request: web.BaseRequest) -> ErrorForm:
+    """In whose form a route tells errors: so that its clients read them also when no handler was reached."""
+    return "anthropic" if request.path == ANTHROPIC_PATH or request.path.startswith(f"{ANTHROPIC_PATH}/") else "openai"
+
+
+def error_response(error: PagewalkError, request: web.BaseRequest | None = None) -> web.Response:
+    """An error as an answer of its own; without a request in the common form."""
+    if request is not None and form_of(request) == "anthropic":
+        body = anthropic_body(error, request.get(ID))
+    else:
+        body = error.body()
+    return web.Response(status=error.status, body=body, content_type="application/json", headers=error.headers)
 
 
 def from_http_exception(error: web.HTTPException, request: web.BaseRequest) -> PagewalkError:
@@ -74,21 +93,28 @@ def access_of(request: web.Request) -> Access:
 
 
 def check_access(request: web.Request) -> None:
-    """Raises AuthenticationError or PermissionDenied."""
+    """Whose request it is, in request[CALLER]. Raises AuthenticationError or PermissionDenied."""
     front_end, access = request.app[FRONT_END], access_of(request)
+    request[CALLER] = Caller()
     if access == "open" or (access == "key" and not front_end.api_keys):
         return
-    given = request.headers.getall("Authorization", [])
-    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-    is_bearer = scheme.lower() == "bearer"
-    if is_bearer and front_end.admin_keys.holds(key):
-        return
-    is_known = is_bearer and front_end.api_keys.holds(key)
-    if is_known and access == "key":
-        return
-    if is_known:
+    key = _given_key(request)
+    caller = None if key is None else front_end.admin_keys.find(key)
+    if caller is None and key is not None and (caller := front_end.api_keys.find(key)) is not None and access != "key":
         raise PermissionDenied("This key does not open the admin routes.")
-    raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
+    if caller is None:
+        raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
+    request[CALLER] = caller
+
+
+def _given_key(request: web.Request) -> str | None:
+    """The key that the client sent, if it sent one and in one way."""
+    given = request.headers.getall("Authorization", [])
+    if not given and form_of(request) == "anthropic":  # its clients send keys in a header of their own
+        keys = request.headers.getall("X-Api-Key", [])
+        return keys[0] if len(keys) == 1 else None
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    return key if scheme.lower() == "bearer" else None
 
 
 @web.middleware
@@ -97,6 +123,7 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
     front_end = request.app[FRONT_END]
     given = request.headers.get("X-Request-Id", "")
     request[ID] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[CALLER] = Caller()
     begun = time.monotonic()
     front_end.metrics.http_started()
     status, failure = CLIENT_LEFT, None
@@ -117,6 +144,7 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
                 method=request.method,
                 route=route,
                 status=status,
+                tenant=request[CALLER].tenant,
                 e2e_ms=round((time.monotonic() - begun) * 1000, 1),
                 **numbers,
             )
@@ -125,25 +153,50 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
 async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str | None]:
     """The answer, and what went wrong if something did."""
     try:
+        if is_preflight(request, request.app[FRONT_END].settings.cors_allow_origins):
+            return preflight_response(request), None
         check_access(request)
+        if request.method == "POST" and access_of(request) == "key":
+            async with counted(request):
+                return await handler(request), None
         return await handler(request), None
     except PagewalkError as error:
-        return error_response(error), str(error)
+        return error_response(error, request), str(error)
     except web.HTTPException as error:
         refusal = from_http_exception(error, request)
-        return error_response(refusal), str(refusal)
+        return error_response(refusal, request), str(refusal)
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # a fault of ours: the client is told no more than that
         log.error("handler failed", request_id=request[ID], route=route_of(request), exc_info=error)
-        return error_response(InternalError(f"The server failed on this request, {request[ID]}.")), type(error).__name__
+        told = InternalError(f"The server failed on this request, {request[ID]}.")
+        return error_response(told, request), type(error).__name__
+
+
+@asynccontextmanager
+async def counted(request: web.Request) -> AsyncIterator[None]:
+    """One request among those of its tenant, from here to its answer. Raises RateLimited."""
+    engine, model, tenant = request.app[FRONT_END].engine, request.app[FRONT_END].model, request[CALLER].tenant
+    if model is None or tenant not in model.client.limits.rated_tenants:
+        yield
+        return
+    await engine.ask(Enter(tenant))
+    try:
+        yield
+    finally:
+        with suppress(ServiceUnavailable):  # the engine is gone, and its counts with it
+            await engine.ask(Leave(tenant))
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, set just before the status line goes out."""
     response.headers["Server"] = "pagewalk"  # aiohttp would name itself and Python
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    add_cors_headers(request, response, request.app[FRONT_END].settings.cors_allow_origins)
     if ID in request:  # an unknown Expect is refused before anything here has run
         response.headers["X-Request-Id"] = request[ID]
+        if form_of(request) == "anthropic":
+            response.headers["Request-Id"] = request[ID]
     if ignored := request.get(IGNORED):
         response.headers["X-Ignored-Fields"] = ", ".join(name for name in ignored if REQUEST_ID.fullmatch(name))
 
@@ -157,7 +210,7 @@ async def answer_expect(request: web.Request) -> web.StreamResponse | None:
         check_access(request)
         check_length(request)
     except PagewalkError as error:
-        return error_response(error)
+        return error_response(error, request)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # the answer proper has not begun
     return None

@@ -10,7 +10,7 @@ first. A text so long that it must break rule 1 is refused before it is tokenize
 
 from dataclasses import dataclass, field
 
-from service.engine_client import DEFAULT_TENANT, Limits, Scores
+from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
 from service.served_model import ServedModel
@@ -39,7 +39,7 @@ class Prompt:
         return [None, *self.scores, *[None] * missing]
 
 
-async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+async def completion_prompts(body: CompletionBody, model: ServedModel, tenant: str) -> list[Prompt]:
     """Every prompt, truncated as asked. Raises BadRequest."""
     limits = model.client.limits
     prompts: list[Prompt] = []
@@ -52,7 +52,7 @@ async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[P
         else:
             check_token_ids(given, limits.vocabulary, param="prompt", path=path)
             ids = given
-        whole, ids = ids, truncated(ids, body, limits)
+        whole, ids = ids, truncated(ids, body, limits, tenant)
         is_text = isinstance(given, str) and len(ids) == len(whole)
         prompt = Prompt(ids)
         if body.echo:
@@ -79,7 +79,7 @@ async def _add_echo(prompt: Prompt, body: CompletionBody, model: ServedModel, te
         at += len(piece)
 
 
-async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel) -> Prompt:
+async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant: str) -> Prompt:
     """What the model's template makes of the messages, truncated as asked. Raises BadRequest."""
     limits = model.client.limits
     if len(body.messages or ()) > limits.max_model_len:
@@ -108,7 +108,7 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel) -> Prom
         raise BadRequest("the chat template made no tokens of these messages.", param="messages")
     if isinstance(body, TokenizeBody):
         return Prompt(ids)
-    return Prompt(truncated(ids, body, limits), echo=messages[-1]["content"] if body.echo else "")
+    return Prompt(truncated(ids, body, limits, tenant), echo=messages[-1]["content"] if body.echo else "")
 
 
 def check_text_length(characters: int, limits: Limits, *, param: str) -> None:
@@ -121,33 +121,33 @@ def check_text_length(characters: int, limits: Limits, *, param: str) -> None:
         )
 
 
-def truncated(ids: list[int], body: GenerationBody, limits: Limits) -> list[int]:
+def truncated(ids: list[int], body: GenerationBody, limits: Limits, tenant: str) -> list[int]:
     """The last (or first) ids, as many as `truncate_prompt_tokens` says. -1: what fits beside max_tokens, or one."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return ids
     if keep == -1:
-        output, pool = max(1, body.asked_tokens or 1), limits.pool_tokens(DEFAULT_TENANT)
+        output, pool = max(1, body.asked_tokens or 1), limits.pool_tokens(tenant)
         # if even that is too long, the length rules say so
         keep = max(1, min(limits.max_model_len - output, pool - output * (body.beams or 1)))
     return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
 
-def output_tokens(prompt_tokens: int, body: GenerationBody, limits: Limits, *, default: int | None) -> int:
+def output_tokens(prompt_tokens: int, body: GenerationBody, limits: Limits, tenant: str, *, default: int | None) -> int:
     """How many tokens the output may have: 0 only where the client asked for 0.
 
     default: at most this when nothing was asked; None: the rest. Raises BadRequest by the length rules above; the
     message has the true numbers.
     """
     asked, beams = body.asked_tokens, body.beams or 1
-    length, pool = limits.max_model_len, limits.pool_tokens(DEFAULT_TENANT)
+    length, pool = limits.max_model_len, limits.pool_tokens(tenant)
     output = max(1, 1 if asked is None else asked)  # an echo of the prompt alone takes a step too
     needed, together = prompt_tokens + output, prompt_tokens + output * beams
     if needed > length or together > pool:
         for_output = quoted(output, 32) if beams == 1 else f"{quoted(output, 32)} for each of {beams} beams"
         of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         raise BadRequest(
-            f"{limits.exceeded(needed, DEFAULT_TENANT)} However, you requested {quoted(together, 32)} tokens "
+            f"{limits.exceeded(needed, tenant)} However, you requested {quoted(together, 32)} tokens "
             f"({prompt_tokens} in the prompt, {for_output} for the output). Please shorten one of them.",
             param=of_prompt if prompt_tokens + 1 > length or prompt_tokens + beams > pool else "max_tokens",
         )

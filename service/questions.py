@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import msgspec
 
-from service.engine_client import EngineSnapshot
+from service.engine_client import EngineSnapshot, OpenRequest
 from service.errors import Loading
 
 A = TypeVar("A")
@@ -53,7 +53,39 @@ class CountGenerating(Question[int], frozen=True, tag="generating"):
     """Requests that generate or wait, of every front end."""
 
 
-AnyQuestion = TakeSnapshot | RenderMetrics | CountGenerating
+class Enter(Question[None], frozen=True, tag="enter"):
+    """Let one more request of a rated tenant in; then it must Leave. Refused with RateLimited."""
+
+    tenant: str
+
+
+class Spend(Question[None], frozen=True, tag="spend"):
+    """Count tokens of a request that is in."""
+
+    tenant: str
+    tokens: int
+
+
+class Leave(Question[None], frozen=True, tag="leave"):
+    """A request that was let in is over."""
+
+    tenant: str
+
+
+class ListRequests(Question[list[OpenRequest]], frozen=True, tag="list_requests"):
+    """The requests of an owner that have not ended, whichever front end has them, oldest first."""
+
+    owner: str
+
+
+class AbortRequest(Question[int], frozen=True, tag="abort_request"):
+    """End an owner's requests of these ids; the answer is how many Sequences that ends."""
+
+    owner: str
+    request_ids: list[str]
+
+
+AnyQuestion = TakeSnapshot | RenderMetrics | CountGenerating | Enter | Spend | Leave | ListRequests | AbortRequest
 
 Q = TypeVar("Q", bound=Question[Any])
 

@@ -41,6 +41,7 @@ class Sequence:
     sequence_id: int
     request_id: str
     tenant: str
+    owner: str  # whose key sent it
     uses_cache: bool  # reads and fills the page cache
     cache_salt: str  # shares cached pages with equal salts only
     prompt_tokens: int
@@ -83,6 +84,7 @@ class Sequence:
             sequence_id=message.sequence_id,
             request_id=message.request_id,
             tenant=message.tenant,
+            owner=message.owner,
             uses_cache=message.prefix_cache,
             cache_salt=message.cache_salt,
             prompt_tokens=len(prompt_ids),

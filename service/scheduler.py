@@ -39,8 +39,9 @@ Rules, cited by number below:
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,14 @@ class Scheduler:
     def find(self, key: tuple[int, int]) -> Sequence | None:
         """A Sequence that has not ended."""
         return self.sequences.find(key) or self._beams.choices.get(key)
+
+    def open_sequences(self) -> Iterator[Sequence]:
+        """All that have not ended; of a beam search the choices, not the beams."""
+        all_ = self.sequences
+        for sequence in chain(all_.waiting, all_.running.values(), all_.swapped.values()):
+            if sequence.group is None:
+                yield sequence
+        yield from self._beams.choices.values()
 
     def take_ended(self) -> Committed:
         """What ended since the last call other than by `commit` and `end`: for the time, or for want of memory."""

@@ -31,17 +31,19 @@ from model.cpu_threads import usable_cores
 from model.errors import ModelError
 from model.step_plan import SamplingParameters
 from service import logs
+from service.auth import KeyRing
 from service.doors import FLUSH_S, Doors, cannot_listen, url_host
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, EngineSnapshot, Event, Submit
 from service.engine_link import Hello, Serve, addresses
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.front_ends import FrontEndFailed, FrontEnds
-from service.http_server import addresses_of, reserve
+from service.http_server import addresses_of, reserve, tls_context
 from service.metrics import Metrics, ServedFacts
 from service.process import allow_many_sockets, settle
 from service.progress import StartProgress
 from service.questions import OWN_FRONT_END, Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
+from service.request_answers import answer_about_requests
 from service.served_model import ModelFacts, TokenizerFiles
 from service.settings import Settings
 from service.tokenization import Tokenizer, TokenizerNotUsable
@@ -106,17 +108,23 @@ class Server:
         self.api = ApiSettings(
             version=version,
             api_keys=tuple(settings.api_keys),
+            api_key_file=settings.api_key_file,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            body_limit_bytes=settings.max_body_bytes,
+            cors_allow_origins=tuple(settings.cors_allow_origins),
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
             unknown_fields=settings.unknown_fields,
             max_logprobs=settings.max_logprobs,
             max_generating=allow_many_sockets(),
         )
+        self._tls = tls_context(self.api)  # front ends make their own: here it is known early that they can
         count = front_end_count(settings)
         self.doors: Doors | None = None  # one of these two
         self.front_ends: FrontEnds | None = None
         if count == 0:
-            self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers))
+            self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers), self._tls)
         else:
             self.front_ends = FrontEnds(self._hello, count, self.answers, self.metrics.http)
             self.metrics.add_front_ends(self.front_ends.reports)
@@ -133,8 +141,10 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         watch = asyncio.create_task(self.metrics.http.watch_loop())
         try:
+            self._warn_of_tenants()
             await self._bind()
             starting = asyncio.gather(load(self.settings, self.metrics), self._start_front_ends())
             if not await self._unless_stopped(starting):
@@ -245,6 +255,7 @@ class Server:
     async def _publish(self, loaded: Loaded) -> None:
         """Let the front ends and the metrics know the model. Raises Failure."""
         assembly, settings = loaded.assembly, self.settings
+        answer_about_requests(self.answers, assembly.engine)
         names = tuple(settings.served_model_names or [loaded.name])
         advice = assembly.config.sampling
         self.metrics.serve(
@@ -318,12 +329,13 @@ class Server:
         if has_chat:
             body = {"messages": [{"role": "user", "content": question}]}
         body |= {"max_tokens": 200, "temperature": 0.2}  # small models ramble at 1 and without a bound
-        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self.settings.api_keys else ""
+        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self._keys() else ""
         data = json.dumps({**body, "stream": True})
         return f"curl -N {self._url()}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
 
     def _url(self) -> str:
-        return f"http://{url_host(self.settings.host)}:{self.port}"
+        scheme = "http" if self.settings.tls_cert is None else "https"
+        return f"{scheme}://{url_host(self.settings.host)}:{self.port}"
 
     async def _drain(self, loaded: Loaded, running: "asyncio.Task[None]") -> None:
         """Admit nothing more, and wait for what runs, up to the timeout."""
@@ -338,6 +350,27 @@ class Server:
         if not drained.done():
             drained.cancel()
             log.warning("ending what still runs", requests=self.generating)
+
+    def _reload(self) -> None:
+        """SIGHUP: what can change while the server runs is read again."""
+        if self.doors is not None:
+            self.doors.front_end.api_keys.reload()
+        if self.front_ends is not None:
+            self.front_ends.reload()
+        self._warn_of_tenants()
+
+    def _keys(self) -> KeyRing:
+        """The keys as they are now. Front ends in processes of their own have read them for themselves."""
+        if self.doors is not None:
+            return self.doors.front_end.api_keys
+        file = self.api.api_key_file
+        return KeyRing(self.api.api_keys, None if file is None else Path(file))
+
+    def _warn_of_tenants(self) -> None:
+        """A key of a tenant that has no table may be a mistyped name, and then has no limits."""
+        listed = self.settings.tenants
+        if listed and (unlisted := self._keys().tenants - {*listed, DEFAULT_TENANT}):
+            log.warning("keys of tenants without limits", tenants=sorted(unlisted))
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

@@ -19,11 +19,13 @@ import yaml
 from msgspec import Meta
 
 from model.step_plan import MAX_LOGPROBS
+from service.auth import read_key_file
 from service.setting_values import nearest, parse_share, parse_size
 from service.tenant_settings import TenantSettings, as_tables, read_tenants
 
 PREFIX = "PAGEWALK_"
-OTHER_VARIABLES = ("PAGEWALK_CONFIG", "PAGEWALK_API_KEY_FILE", "PAGEWALK_ADMIN_API_KEY_FILE")
+ADMIN_KEY_FILE = "PAGEWALK_ADMIN_API_KEY_FILE"
+OTHER_VARIABLES = ("PAGEWALK_CONFIG", ADMIN_KEY_FILE)
 SECRETS = ("api_key", "admin_api_key")
 
 
@@ -212,8 +214,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     api_keys: Annotated[
         list[Key],
-        About("HTTP", "keys that clients must send one of; none: everybody may come (PAGEWALK_API_KEY_FILE: a file)"),
+        About("HTTP", "keys that clients must send one of; without any, and without a file, everybody may come"),
     ] = msgspec.field(default_factory=list, name="api_key")
+    api_key_file: Annotated[
+        Text | None,
+        About(
+            "HTTP",
+            "file of further keys, one a line: KEY, or TENANT:sha256:HEX; read again when it changes, and on SIGHUP",
+            "FILE",
+        ),
+    ] = None
+    cors_allow_origins: Annotated[
+        list[Text],
+        About(
+            "HTTP", "web pages that may use this server from a browser, such as https://chat.example.org; *: all", "URL"
+        ),
+    ] = msgspec.field(default_factory=list)
+    tls_cert: Annotated[
+        Text | None, About("HTTP", "certificate chain (PEM) with which the main port speaks TLS", "FILE")
+    ] = None
+    tls_key: Annotated[Text | None, About("HTTP", "the certificate's private key (PEM)", "FILE")] = None
+    max_body_bytes: Annotated[
+        Positive, About("HTTP", "longest body of a request, such as 32MiB", "SIZE", size=True)
+    ] = 32 << 20
     unknown_fields: Annotated[
         Literal["refuse", "ignore"], About("HTTP", "what to do with a field in a request that the API does not know")
     ] = "refuse"
@@ -333,7 +356,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Limits of tenants go into the --config file, a table for each name: [tenants.NAME] with memory_min, "
         "memory_low, memory_high, memory_max, swap_max (a size such as 4GiB, or a share such as 25% of the pool or the "
-        "swap area), weight and isolate. A name that is not listed has no limits."
+        "swap area), weight, isolate, requests_per_minute, tokens_per_minute and max_concurrent_requests. A name that "
+        "is not listed has no limits. Whose requests are whose, --api-key-file says."
     )
     groups: dict[str, Any] = {}
     for field in FIELDS.values():
@@ -445,20 +469,16 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable not in known:
             raise SettingsError(f"{variable} is no setting{nearest(variable, [*known, *OTHER_VARIABLES])}")
         values[known[variable]] = text
-    for name in SECRETS:
-        variable = f"{PREFIX}{name.upper()}_FILE"
-        path = environ.get(variable)
-        if not path:
-            continue
-        if name in values:
-            raise SettingsError(f"{variable} and {PREFIX}{name.upper()} are both set: use one")
+    if path := environ.get(ADMIN_KEY_FILE):
+        if "admin_api_key" in values:
+            raise SettingsError(f"{ADMIN_KEY_FILE} and {PREFIX}ADMIN_API_KEY are both set: use one")
         try:
             keys = Path(path).read_text("utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{variable}: {path} cannot be read: {error}") from error
-        if not keys or (len(keys) > 1 and not FIELDS[name].is_list):
-            raise SettingsError(f"{variable}: {path} holds {len(keys)} keys")
-        values[name] = keys if FIELDS[name].is_list else keys[0]
+            raise SettingsError(f"{ADMIN_KEY_FILE}: {path} cannot be read: {error}") from error
+        if len(keys) != 1:
+            raise SettingsError(f"{ADMIN_KEY_FILE}: {path} holds {len(keys)} keys")
+        values["admin_api_key"] = keys[0]
     return values
 
 
@@ -532,6 +552,9 @@ def watermark_shares(settings: Settings) -> tuple[float, float, float]:
     return least, low, high
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
+
+
 def _check_together(settings: Settings) -> None:
     """What no field can say alone."""
     watermark_shares(settings)
@@ -540,5 +563,15 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"--max-num-batched-tokens: must be {sequences} or more, one token for each of --max-num-seqs, got {tokens}"
         )
+    if settings.api_key_file is not None:
+        try:
+            read_key_file(Path(settings.api_key_file))
+        except ValueError as error:
+            raise SettingsError(f"--api-key-file: {error}") from None
+    for origin in settings.cors_allow_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise SettingsError(f"--cors-allow-origins: must be * or such as https://example.org, got {origin}")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SettingsError("--tls-cert and --tls-key: TLS needs both")
     if settings.page_size != 16 and settings.device == "cuda":
         raise SettingsError(f"--page-size: the CUDA kernels take 16 only, got {settings.page_size}")

@@ -1,8 +1,8 @@
 """Server-sent events: framing, the status line, keep-alive comments.
 
-An event is `data: ` + one line of JSON + a blank line, never `event:` or `id:` lines. The status line goes out with the
-first bytes written, so whatever fails before is a plain HTTP error. After `keep_alive_s` of silence, also before the
-first event, a comment goes out: proxies and clients give up on a silent connection.
+An event is `data: ` + one line of JSON + a blank line; `event:` lines only on routes whose API has them. The status
+line goes out with the first bytes written, so whatever fails before is a plain HTTP error. After `keep_alive_s` of
+silence, also before the first event, a comment goes out: proxies and clients give up on a silent connection.
 """
 
 import asyncio
@@ -31,6 +31,11 @@ HEADERS = {
 def error_event(error: PagewalkError) -> bytes:
     """An error after the status line."""
     return DATA + error.body() + END
+
+
+def named_event(kind: str, data: bytes) -> bytes:
+    """An event of the APIs that name them; `data` is one line."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
 class EventStream:

@@ -1,4 +1,5 @@
-"""The tenants of the settings file: whose memory is limited and protected, with the meaning of cgroup v2.
+"""The tenants of the settings file: whose memory is limited and protected, with the meaning of cgroup v2, and how much
+each may ask. Whose requests are whose, keys say (auth.py).
 
     [tenants.batch]
     memory_max = "25%"          # of the pool; or a size: "4GiB"
@@ -13,6 +14,8 @@
     weight        how long its idle pages are kept: 1 ... 10000; with 200 twice as long as with 100, the default
     isolate       true: it finds no cached pages of others, and they none of its
 
+    requests_per_minute, tokens_per_minute, max_concurrent_requests      more is refused (rate_limits.py)
+
 A name that is not listed is a tenant without limits. Amounts are rounded down to whole frames and slots.
 """
 
@@ -24,10 +27,14 @@ import msgspec
 from mm import TenantLimits
 from mm.tenants import MAX_TENANTS, UNLIMITED
 from service.errors import ConfigurationError
+from service.rate_limits import RateLimit
 from service.setting_values import nearest, parse_share, parse_size
 
 MOST_TENANTS = MAX_TENANTS - 2
 """That can be listed: mm keeps a place for `default`, and one for all names that it does not tell apart."""
+
+MOST_RATE = 10**12
+"""Requests or tokens a minute, at most."""
 
 RISING = ("memory_min", "memory_low", "memory_high", "memory_max")
 """Each of them must not be above the next."""
@@ -64,8 +71,16 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     swap_max: Amount | None = None
     weight: int = 100
     isolate: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    @property
+    def rate_limit(self) -> RateLimit:
+        return RateLimit(**{key: getattr(self, key) for key in RATES})
 
 
+RATES = RateLimit.__struct_fields__
 KEYS = TenantSettings.__struct_fields__
 
 
@@ -118,6 +133,10 @@ def _read_value(key: str, value: Any) -> Any:
     if key == "weight":
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10_000:
             raise ValueError("must be a whole number from 1 to 10000")
+        return value
+    if key in RATES:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RATE:
+            raise ValueError(f"must be a whole number from 1 to {MOST_RATE}")
         return value
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return Amount(str(value), size_bytes=value)

@@ -7,7 +7,7 @@ of one tenant looks at none of them.
 import heapq
 from collections import OrderedDict
 from collections.abc import Container, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from service.request import Key, Sequence
 
@@ -25,6 +25,10 @@ class WaitingQueue:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.key in self._tenants
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All, by tenant."""
+        return chain.from_iterable(queue.values() for queue in self._by_tenant.values())
 
     def get(self, key: Key) -> Sequence | None:
         """Who waits under this key."""

@@ -394,3 +394,12 @@ async def test_streamed_and_whole_answers_are_equal(
     assert events[-1]["usage"] == whole["usage"]
     assert [id_ for event in events[:-1] for id_ in event["choices"][0]["token_ids"]] == choice["token_ids"]
     assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"]
+
+
+async def test_obfuscation_is_taken_and_adds_nothing(server: Server) -> None:
+    """Clients ask for padded events; here none are, so the field changes no event."""
+    plain = await server.chat(stream=True, stream_options={"include_usage": True})
+    padded = await server.chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": True})
+    assert [event | {"id": "", "created": 0} for event in plain.events] == [
+        event | {"id": "", "created": 0} for event in padded.events
+    ]

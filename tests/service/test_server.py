@@ -64,7 +64,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_server_from_start_to_stop(start: Start) -> None:
-    """Live before ready; the printed line streams a chat; SIGTERM lets a stream end and refuses new requests."""
+    """C41: live before ready; the printed line streams a chat; SIGTERM lets a stream end and refuses new requests."""
     server = start()
     server.until(lambda: server.status("/live") is not None)
     assert server.status("/live") == 200
@@ -166,7 +166,7 @@ def test_a_port_that_is_taken(flag: str) -> None:
     ],
 )
 def test_a_start_that_cannot_work(arguments: list[str], code: int, words: str, model: Path, tmp_path: Path) -> None:
-    """Each ends with a code that scripts can tell, and with one line that says what is wrong."""
+    """C42: each ends with a code that scripts can tell, and with one line that says what is wrong."""
     filled = [argument.format(model=model, empty=tmp_path) for argument in arguments]
     result = run(*filled)
     *_, last = result.stderr.splitlines()

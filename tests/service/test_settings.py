@@ -8,6 +8,7 @@ import pytest
 
 from mm import TenantLimits
 from service.errors import ConfigurationError
+from service.rate_limits import RateLimit
 from service.setting_values import parse_size
 from service.settings import (
     FIELDS,
@@ -180,6 +181,9 @@ memory_high = "1.5 GiB"
 memory_max = 4294967296
 swap_max = "0"
 weight = 50
+requests_per_minute = 60
+tokens_per_minute = 100000
+max_concurrent_requests = 8
 """
 
 
@@ -194,6 +198,13 @@ def test_tenants_come_from_the_file_as_tables(tmp_path: Path) -> None:
     settings = load("--config", write(tmp_path / "c.yaml", yaml))
     limits = tenant_limits(settings.tenants, frames=9, slots=100, frame_bytes=1)
     assert limits == {"chat": TenantLimits(high=4, max=4, swap_max=10)}
+
+
+def test_how_much_a_tenant_may_ask_stands_beside_its_memory(tmp_path: Path) -> None:
+    tenants = load("--config", write(tmp_path / "c.toml", TENANTS)).tenants
+    expected = RateLimit(requests_per_minute=60, tokens_per_minute=100_000, max_concurrent_requests=8)
+    assert tenants["batch jobs"].rate_limit == expected
+    assert not tenants["chat"].rate_limit.is_limited
 
 
 def test_a_min_alone_is_a_low_too_and_a_max_alone_a_high() -> None:
@@ -220,6 +231,9 @@ def test_shown_tenants_can_be_read_again(tmp_path: Path) -> None:
         ("[tenants.a]\nmemory_max = true", "tenants.a.memory_max: must be"),
         ("[tenants.a]\nmemory_max = '101%'", "tenants.a.memory_max: must be a share from 0% to 100%, got 101%"),
         ("[tenants.a]\nweight = 0", "tenants.a.weight: must be a whole number from 1 to 10000, got 0"),
+        ("[tenants.a]\nrequests_per_minute = 0", "tenants.a.requests_per_minute: must be a whole number from 1"),
+        ("[tenants.a]\ntokens_per_minute = '5%'", "tenants.a.tokens_per_minute: must be a whole number from 1"),
+        ("[tenants.a]\nmax_concurrent_requests = true", "tenants.a.max_concurrent_requests: must be a whole number"),
         ("[tenants.a]\nisolate = 1", "tenants.a.isolate: must be true or false, got 1"),
         ("[tenants.a]\nmemory_min = '2GiB'\nmemory_max = '1GiB'", "memory_min (2GiB) is above memory_max (1GiB)"),
         ("[tenants.a]\nmemory_low = '60%'\nmemory_high = '50%'", "memory_low (60%) is above memory_high (50%)"),
@@ -281,15 +295,36 @@ def test_flags_are_not_abbreviated() -> None:
 
 def test_keys_from_a_file(tmp_path: Path) -> None:
     file = write(tmp_path / "keys", "first\nsecond\n")
-    assert load(PAGEWALK_API_KEY_FILE=file).api_keys == ["first", "second"]
-    with pytest.raises(SettingsError, match="holds 2 keys"):
-        load(PAGEWALK_ADMIN_API_KEY_FILE=file)
-    with pytest.raises(SettingsError, match="both set"):
-        load(PAGEWALK_API_KEY_FILE=file, PAGEWALK_API_KEY="x")
+    settings = load("--api-key", "third", PAGEWALK_API_KEY_FILE=file)
+    assert (settings.api_key_file, settings.api_keys) == (file, ["third"])
+    assert load("--api-key-file", file).api_key_file == file
     with pytest.raises(SettingsError, match="holds 0 keys"):
         load(PAGEWALK_API_KEY_FILE=write(tmp_path / "none", "\n"))
-    with pytest.raises(SettingsError, match="cannot be read"):
+    with pytest.raises(SettingsError, match=r"--api-key-file: .* cannot be read"):
         load(PAGEWALK_API_KEY_FILE=str(tmp_path / "nowhere"))
+
+
+def test_the_admin_key_from_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "key", "root\n")
+    assert load(PAGEWALK_ADMIN_API_KEY_FILE=file).admin_api_key == "root"
+    with pytest.raises(SettingsError, match="both set"):
+        load(PAGEWALK_ADMIN_API_KEY_FILE=file, PAGEWALK_ADMIN_API_KEY="x")
+    with pytest.raises(SettingsError, match="holds 2 keys"):
+        load(PAGEWALK_ADMIN_API_KEY_FILE=write(tmp_path / "two", "a\nb\n"))
+
+
+def test_tls_needs_both_files() -> None:
+    with pytest.raises(SettingsError, match="TLS needs both"):
+        load("--tls-cert", "cert.pem")
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", "null"])
+def test_origins_that_are_none(origin: str) -> None:
+    """A slash at the end would never match what browsers send, and so close the door in silence."""
+    with pytest.raises(SettingsError, match="cors-allow-origins"):
+        load("--cors-allow-origins", origin)
+    good = ["*", "https://chat.example.org", "http://localhost:3000"]
+    assert load("--cors-allow-origins", *good).cors_allow_origins == good
 
 
 def test_a_wrong_key_is_not_printed() -> None:
@@ -304,7 +339,8 @@ def test_shown_settings_can_be_read_again(tmp_path: Path) -> None:
     shown = to_toml(settings, origins)
     assert "port = 9  # flag" in shown
     assert load("--config", write(tmp_path / "c.toml", shown)) == settings
-    not_set = {"revision", "tokenizer", "chat_template", "demo_wheel", "admin_api_key", "max_itl_ms"}
+    not_set = {"revision", "tokenizer", "chat_template", "demo_wheel", "max_itl_ms"}
+    not_set |= {"admin_api_key", "api_key_file", "tls_cert", "tls_key"}
     assert set(tomllib.loads(shown)) | not_set == set(FIELDS)
 
 

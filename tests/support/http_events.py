@@ -1,5 +1,6 @@
 """What the events of a stream add up to, by choice."""
 
+import json
 from typing import Any
 
 
@@ -37,4 +38,17 @@ def logprobs(events: list[Any]) -> dict[int, dict[str, list[Any]]]:
             arrays = found.setdefault(choice["index"], {})
             for name, entries in (choice["logprobs"] or {}).items():
                 arrays.setdefault(name, []).extend(entries)
+    return found
+
+
+def named_events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """(event, data) of each frame; every frame has exactly these two lines, and their kinds agree."""
+    frames = body.decode().split("\n\n")
+    assert frames.pop() == ""
+    found = []
+    for frame in frames:
+        first, second = frame.split("\n")
+        kind, data = first.removeprefix("event: "), json.loads(second.removeprefix("data: "))
+        assert data["type"] == kind
+        found.append((kind, data))
     return found

@@ -20,6 +20,7 @@ from service.front_end import ApiSettings, FrontEnd
 from service.generation import PromptNumbers
 from service.http_server import addresses_of, listen, make_runner
 from service.questions import Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
+from service.request_answers import answer_about_requests
 from service.served_model import ServedModel
 
 MAX_LENGTH = 512
@@ -177,6 +178,7 @@ async def running_server(
     metrics = CountingMetrics()
     log: list[dict[str, Any]] = []
     answers = Answers()
+    answer_about_requests(answers, scripted)
     front_end = FrontEnd(
         ApiSettings(version="1.2.3", **settings or {}), metrics, lambda **numbers: log.append(numbers), answers
     )

@@ -4,7 +4,8 @@ scores of the prompt come before the first token; beams come all at once, the be
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from mm import EventCounters, MemoryInformation
 from service.engine_client import (
+    Abort,
     Cancel,
     Ended,
     EngineClient,
@@ -22,11 +24,15 @@ from service.engine_client import (
     Limits,
     Message,
     MissInfo,
+    OpenRequest,
+    OpenSequence,
     PromptScores,
     Scores,
+    SequenceState,
     Submit,
     TokenBatch,
 )
+from service.rate_limits import RateLimits
 
 Script = Callable[[Submit], Sequence[int]]
 ChoiceScript = Callable[[Submit, int], Sequence[int]]
@@ -77,6 +83,7 @@ class ScriptedEngine:
     finished: list[Finish] = field(default_factory=list)
     lines: dict[int, Line] = field(default_factory=dict)
     extra_waiting: int = 0
+    rates: RateLimits = field(default_factory=lambda: RateLimits({}, time.monotonic))
 
     def __post_init__(self) -> None:
         self.client = EngineClient(self)
@@ -95,6 +102,9 @@ class ScriptedEngine:
                     says = self.choice_script(message, choice) if self.choice_script else self.script(message)
                     self.lines[sequence_id] = Line(message, list(says), is_first=choice == 0)
                 self._work.set()
+            case Abort(sequence_id=sequence_id):
+                if self.lines.pop(sequence_id, None) is not None:
+                    asyncio.get_running_loop().call_soon(self._deliver, [], [], [Ended(sequence_id, "abort")])
             case Cancel(sequence_id=sequence_id):
                 self.cancelled.append(sequence_id)
                 self.lines.pop(sequence_id, None)
@@ -166,6 +176,27 @@ class ScriptedEngine:
 
     def _deliver(self, ids: list[int], tokens: list[int], ended: list[Ended]) -> None:
         self.client.deliver(TokenBatch(self.steps, ids, tokens, ended))
+
+    def open_requests(self, owner: str) -> list[OpenRequest]:
+        found: dict[str, OpenRequest] = {}
+        for line in self.lines.values():
+            if line.submit.owner == owner:
+                request = found.setdefault(line.submit.request_id, OpenRequest(line.submit.request_id, 1.5, []))
+                prompt, most = len(line.submit.prompt_ids), line.submit.max_tokens
+                state: SequenceState = "decode" if line.said else "queued"
+                request.sequences.append(OpenSequence(state, prompt, self.cached_tokens, line.said, most, 0))
+        return list(found.values())
+
+    def abort(self, owner: str, request_ids: Iterable[str]) -> int:
+        ids = set(request_ids)
+        mine = [
+            sequence_id
+            for sequence_id, line in self.lines.items()
+            if line.submit.owner == owner and line.submit.request_id in ids
+        ]
+        for sequence_id in mine:
+            self.post(0, Abort(sequence_id))
+        return len(mine)
 
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(

@@ -1,0 +1,151 @@
+"""POST /v1/responses: another form of a chat. Stateless: nothing is kept once it is answered.
+
+Events carry an `event:` line and are numbered. There is one output item, the message:
+
+    response.created, .in_progress, .output_item.added, .content_part.added     with the first token
+    response.output_text.delta ...
+    response.output_text.done, .content_part.done, .output_item.done, .completed (or .incomplete, for length)
+
+Tools come in here: another output item in `_Answer.output`, and another sequence of events for it.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from service.answers import Wishes, usage
+from service.body import read_body
+from service.choice import Choice, Delta
+from service.completions import answer
+from service.errors import PagewalkError, told_as
+from service.front_end import FRONT_END
+from service.generation import Generation
+from service.middleware import CALLER
+from service.prompts import chat_prompt
+from service.responses_body import NAMES, ResponsesBody
+from service.sse import named_event
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses."""
+    model = request.app[FRONT_END].ready()
+    body = await read_body(request, ResponsesBody)
+    name = model.check_name(body.model)
+    with told_as(NAMES):
+        chat = body.chat()
+        prompt = await chat_prompt(chat, model, request[CALLER].tenant)
+        form = partial(ResponsesForm, asked=body)
+        return await answer(request, chat, [prompt], model, name, form, default_tokens=None)
+
+
+class ResponsesForm:
+    """How an answer is written (answers.Form)."""
+
+    def __init__(
+        self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes, asked: ResponsesBody
+    ) -> None:
+        self._item_id = f"msg_{request_id}"
+        self._said: list[str] = []
+        self._number = 0  # of the next event
+        self._response: dict[str, Any] = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": _format_of(asked)},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": asked.metadata or {},
+        }
+
+    def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
+        return (
+            self._event("response.created", response=self._response)
+            + self._event("response.in_progress", response=self._response)
+            + self._event("response.output_item.added", output_index=0, item=self._item(None))
+            + self._event("response.content_part.added", **self._place, part=_part(""))
+        )
+
+    def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
+        """Nothing for a token without text: an empty delta is no event of this API."""
+        if not delta.text:
+            return b""
+        self._said.append(delta.text)
+        return self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+
+    def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
+        text = "".join(self._said)
+        response = self._ended(generation, text)
+        return (
+            self._event("response.output_text.done", **self._place, text=text, logprobs=[])
+            + self._event("response.content_part.done", **self._place, part=_part(text))
+            + self._event("response.output_item.done", output_index=0, item=response["output"][0])
+            + self._event(f"response.{response['status']}", response=response)
+        )
+
+    def failure(self, error: PagewalkError) -> bytes:
+        told = {"code": "server_error", "message": str(error)}
+        return self._event("error", code=error.type, message=str(error), param=error.param) + self._event(
+            "response.failed", response=self._response | {"status": "failed", "error": told}
+        )
+
+    def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
+        return msgspec.json.encode(self._ended(generation, said[0].text))
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number} | fields
+        self._number += 1
+        return named_event(kind, msgspec.json.encode(event))
+
+    def _item(self, text: str | None, status: str = "in_progress") -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _ended(self, generation: Generation, text: str) -> dict[str, Any]:
+        """The whole response, once the choice is over."""
+        is_cut = generation.choices[0].finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        numbers = usage(generation)
+        return self._response | {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [self._item(text, status)],
+            "usage": {
+                "input_tokens": numbers["prompt_tokens"],
+                "input_tokens_details": numbers["prompt_tokens_details"],
+                "output_tokens": numbers["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": numbers["total_tokens"],
+            },
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _format_of(asked: ResponsesBody) -> Any:
+    given = None if asked.text is None else asked.text.format
+    return {"type": "text"} if given is None else given

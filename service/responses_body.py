@@ -1,0 +1,218 @@
+"""The body of POST /v1/responses, and the chat that it stands for.
+
+Responses are stateless here: what the model is to know is in `input`. Reasoning items of earlier answers are taken and
+left out of the prompt, as they are where the API comes from.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from service.errors import BadRequest, quoted
+from service.messages import ChatMessage, FunctionCall, ToolCall
+from service.schema import Body, ChatBody
+
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
+"""Fields of a chat -> what this route calls them."""
+
+
+class InputPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of an item's content. `annotations` and `logprobs` come back from earlier answers; they are not in use."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One item of `input`. Items of an earlier answer are sent back as they came, hence the fields not in use."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None  # None: a message
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+    # unused
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+
+    def messages(self, path: str) -> list[ChatMessage]:
+        """The message that it is, or none. Raises BadRequest."""
+        match self.type:
+            case None | "message":
+                content = _text(self._needed("content", path))
+                return [ChatMessage(role=self._needed("role", path), content=content)]
+            case "function_call":
+                function = FunctionCall(
+                    self._needed("name", path), _checked_object(self._needed("arguments", path), path)
+                )
+                call = ToolCall(self._needed("call_id", path), function)
+                return [ChatMessage(role="assistant", content=None, tool_calls=[call])]
+            case "function_call_output":
+                content = _text(self._needed("output", path))
+                return [ChatMessage(role="tool", content=content, tool_call_id=self._needed("call_id", path))]
+            case _:
+                return []
+
+    def _needed(self, name: str, path: str) -> Any:
+        if (value := getattr(self, name)) is None:
+            raise BadRequest(f"{name} is missing - at `{path}`", param="input")
+        return value
+
+
+def _text(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _checked_object(arguments: str, path: str) -> str:
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        raise BadRequest(
+            f"arguments must be a JSON object in a string - at `{path}.arguments`", param="input"
+        ) from None
+    return arguments
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text must be. For json_schema, name and schema are needed."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The same as `response_format`."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        given = {"name": self.name, "description": self.description, "schema": self.schema, "strict": self.strict}
+        return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if value is not None}}
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`verbosity` is taken and unused."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The effort is given to the chat template. `summary`: no model here tells what it thought."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing here is padded."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses."""
+
+    # in use
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    cache_salt: str | None = None
+    metadata: dict[str, str] | None = None  # comes back in the answer
+
+    # unused
+    store: bool | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+
+    # refused, unless neutral
+    previous_response_id: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+
+    NEUTRAL: ClassVar = {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),  # nothing is called
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+        "include": ([], ["reasoning.encrypted_content"]),  # no reasoning is made
+        "truncation": ("disabled",),
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+    }
+
+    def check(self) -> None:
+        super().check()
+        if self.previous_response_id is not None:
+            message = "previous_response_id names nothing: responses are not stored here. Send all items in input."
+            raise BadRequest(message, param="previous_response_id")
+        if not self.input:
+            raise BadRequest("input must be a text, or at least one item.", param="input")
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            message = f"max_output_tokens must be at least 1, got {quoted(self.max_output_tokens)}."
+            raise BadRequest(message, param="max_output_tokens")
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
+
+    def chat(self) -> ChatBody:
+        """The chat that this asks for, checked. Raises BadRequest and NotImplementedYet."""
+        body = ChatBody(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=None if self.text is None or self.text.format is None else self.text.format.for_chat(),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            stream=self.stream,
+            cache_salt=self.cache_salt,
+        )
+        body.check()
+        return body
+
+    def _messages(self) -> list[ChatMessage]:
+        messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*messages, ChatMessage(role="user", content=self.input)]
+        for i, item in enumerate(self.input or []):
+            for message in item.messages(f"$.input[{i}]"):
+                before = messages[-1] if messages else None
+                if message.tool_calls and before is not None and before.role == "assistant":
+                    calls = [*(before.tool_calls or []), *message.tool_calls]  # of one turn: items have one call each
+                    messages[-1] = msgspec.structs.replace(before, tool_calls=calls)
+                else:
+                    messages.append(message)
+        return messages
