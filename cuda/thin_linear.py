@@ -21,6 +21,8 @@ ROW_CLASSES = (1, 4, 8, 16, 32)
 row is small enough to fit beside one of paged_decode."""
 
 WARPS, STEP, TILE, STAGE_BYTES = 8, 64, 16, 2048  # as in the kernel
+PIECE_STAGE_BYTES = TILE * (2 * 1024 + 64)  # of a stream
+STREAM = 0  # in the place of `share`
 OPERANDS = "PPPPPPPPiiiiiif"
 SHARED_BYTES: tuple[tuple[Container[int], int], ...] = (
     ((80, 87), 163 << 10),
@@ -39,6 +41,14 @@ that it can start beside the attention. For a large one it is best that no secon
 SMALL_BLOCKS = 2
 """Of a small matrix: blocks a multiprocessor, at most."""
 
+STREAM_BYTES, STREAM_INPUTS, STREAM_MULTIPLE = 24 << 20, 2048, 32
+"""Matrices of at least so many bytes, and rows of at least so many numbers and a multiple of so many, are streamed by
+bulk copies, where the device has them (decision 0014). In smaller ones a block has no third tile, or a row no second
+piece."""
+
+STREAM_STAGES = (2, 5)
+"""Pieces of a tile, 33 KB each, that a block has under way: at least, at most."""
+
 STATIC_BYTES = 1024
 """Of shared memory, that the system and the kernel's own variables take."""
 
@@ -52,8 +62,8 @@ class ThinShape:
     """How the work of one matrix and class of rows is divided: groups * splits blocks."""
 
     rows: int
-    stages: int  # steps that a warp has under way
-    share: int  # warps of a block that share a tile
+    stages: int  # steps that a warp has under way; of a stream: pieces that a block has
+    share: int  # warps of a block that share a tile; STREAM: all, and one more that copies
     splits: int  # of K
     groups: int  # blocks that take tiles in turn
     shared_bytes: int
@@ -62,6 +72,12 @@ class ThinShape:
 def squares_of(hidden: int) -> int:
     """Sums of squares that a row of the residual stream is accompanied by: one for every 16 columns."""
     return -(-hidden // TILE)
+
+
+def is_streamed(capability: int, outputs: int, inputs: int) -> bool:
+    """Whether a matrix of 16-bit numbers is read by bulk copies (thin_stream.cuh) on such a device."""
+    fits = inputs >= STREAM_INPUTS and inputs % STREAM_MULTIPLE == 0
+    return capability >= 90 and fits and 2 * outputs * inputs >= STREAM_BYTES
 
 
 class ThinWorkspace:
@@ -97,11 +113,12 @@ class _ThinLinear:
         distance: int = 8,
         epsilon: float = 0.0,
         head_dim: int | None = None,
-        share: int | None = None,
+        share: int = WARPS,
+        streams: bool | None = None,
         splits: int | None = None,
     ) -> None:
         """rows: at most so many in a call. distance: between the weight rows of a pair. share: warps to a tile where K
-        is not divided, if the kernel leaves the choice. splits: for tests and measurements; None chooses.
+        is not divided and the matrix not streamed. streams, splits: for tests and measurements; None chooses.
 
         Raises UnsupportedDevice for dtypes and widths that the kernel does not take, and where no division of K leaves
         a block enough shared memory.
@@ -117,9 +134,12 @@ class _ThinLinear:
         self.tiles = -(-distance // 8) * -(-outputs // (2 * distance))
         classes = [size for size, below in zip(ROW_CLASSES, (0, *ROW_CLASSES), strict=False) if below < rows]
         budget = next(size for capabilities, size in SHARED_BYTES if loader.capability in capabilities)
+        if streams and (loader.capability < 90 or inputs % STREAM_MULTIPLE):
+            raise UnsupportedDevice(f"rows of {inputs} numbers, capability {loader.capability}: not to be streamed")
+        self.streams = is_streamed(loader.capability, outputs, inputs) if streams is None else streams
         if self._x_bytes(1, 1) > self._room(1, budget):  # one row is never divided: the next class is, and does
             classes = classes[1:] or [ROW_CLASSES[1]]
-        self.shapes = [self._shape(size, budget, loader.multiprocessors, splits, share or WARPS) for size in classes]
+        self.shapes = [self._shape(size, budget, loader.multiprocessors, splits, share) for size in classes]
         for shape in self.shapes:
             if shape.shared_bytes > budget - STATIC_BYTES:
                 raise UnsupportedDevice(
@@ -128,12 +148,11 @@ class _ThinLinear:
                 )
         specs = [
             KernelSpec(
-                f"{kernel}<{element_of(dtype)}, {shape.rows}, {shape.stages}"
-                + ("" if share is None else f", {shape.share}")
+                f"{kernel}<{element_of(dtype)}, {shape.rows}, {shape.stages}, {shape.share}"
                 + ("" if head_dim is None else f", {head_dim}")
                 + ">",
                 OPERANDS + signature,
-                WARPS * 32,
+                (WARPS + 1 if shape.share == STREAM else WARPS) * 32,
                 shape.shared_bytes,
                 overlap=True,
             )
@@ -150,6 +169,8 @@ class _ThinLinear:
 
     def _room(self, rows: int, budget: int) -> int:
         """Bytes for x in a block."""
+        if self.streams:
+            return budget - STATIC_BYTES - STREAM_STAGES[0] * PIECE_STAGE_BYTES - _sum_bytes(rows)
         return min(X_BYTES, budget - STATIC_BYTES - _fixed_bytes(rows, 4 if budget > 128 << 10 else 2))
 
     def _shape(self, rows: int, budget: int, multiprocessors: int, splits: int | None, share: int) -> ThinShape:
@@ -170,8 +191,14 @@ class _ThinLinear:
             splits = next(count for count in counts if load(count) <= 1.05 * best)
         if splits > 1:
             share = WARPS
-        groups = min(-(-self.tiles * share // WARPS), max(1, multiprocessors // splits))
         x_bytes = self._x_bytes(rows, splits)
+        if self.streams:
+            fixed = _sum_bytes(rows) + x_bytes
+            least, most = STREAM_STAGES
+            stages = max(least, min(most, (budget - STATIC_BYTES - fixed) // PIECE_STAGE_BYTES))
+            groups = min(self.tiles, max(1, multiprocessors // splits))
+            return ThinShape(rows, stages, STREAM, splits, groups, stages * PIECE_STAGE_BYTES + fixed)
+        groups = min(-(-self.tiles * share // WARPS), max(1, multiprocessors // splits))
         size = 2 * self.outputs * self.inputs
         useful = 10 if size > LARGE_BYTES else 6 if rows == 1 and size >= SMALL_BYTES else 4
         is_short = splits == 1 and steps <= 2 * WARPS
@@ -217,9 +244,14 @@ class _ThinLinear:
         )  # fmt: skip
 
 
+def _sum_bytes(rows: int) -> int:
+    """Two turns of the warps' sums."""
+    return 2 * WARPS * 64 * -(-rows // 8) * 8
+
+
 def _fixed_bytes(rows: int, stages: int) -> int:
-    """The ring, and twice the warps' sums."""
-    return WARPS * stages * STAGE_BYTES + 2 * WARPS * 64 * -(-rows // 8) * 8
+    """The rings, and the sums."""
+    return WARPS * stages * STAGE_BYTES + _sum_bytes(rows)
 
 
 class ThinProduct(_ThinLinear):

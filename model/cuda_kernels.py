@@ -67,7 +67,7 @@ class CudaKernels(Kernels[CudaStep]):
         self._is_exact = dtype == torch.float32
         self.shared_prefix: SharedPrefix | None = None
         self._thin: ThinLayers | None = None
-        thin_rows = useful_rows(config) if thin_rows is None else thin_rows
+        thin_rows = useful_rows(config, loader.capability) if thin_rows is None else thin_rows
         if thin_rows and not self._is_exact:
             self._thin = ThinLayers(config, loader, pool, state, cosines, sines, rows=thin_rows)
         if self._is_exact:

@@ -2,8 +2,8 @@
 
     embed ─▶ [norm, qkv, rotate, write K V] ─▶ attention ─▶ [output, +] ─▶ [norm, gate, up, silu] ─▶ [down, +] ─▶ …
 
-With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel. Of very
-large matrices cuBLAS reads the weights faster: it is left a large head, and the whole of a network whose gate is large.
+With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel. Where
+cuBLAS is as fast it does the work: a large head, and a network of large matrices in all steps but those of one token.
 
 Owns the residual stream of such a step, and the sums of its squares that every addition leaves for the norm after it
 (cuda/kernels/thin_linear.cu). Bits differ from those of the other path; what a row gets depends on no other row.
@@ -23,22 +23,26 @@ from cuda.thin_linear import (
     ThinLogits,
     ThinProduct,
     ThinWorkspace,
+    is_streamed,
     squares_of,
 )
 from model.config import ModelConfig
 from model.parameters import LayerParameters
 
 CUBLAS_BYTES = 64 << 20
-"""Matrices that are larger are left to cuBLAS. On an H200 it reads the gate of an 8B network at 3.9 TB/s, the kernels
-around it included, these kernels at 3.4; that is as much as what fewer kernels save."""
+"""A head that is larger is left to cuBLAS."""
 
-ROWS = 16
-"""Steps of so many tokens are faster this way than by cuBLAS (measured: decision 0009)."""
+ROWS, LARGE_ROWS = 16, 1
+"""Steps of so many tokens are faster this way than by cuBLAS: of networks whose gate has at most CUBLAS_BYTES, and of
+those whose gate is larger, and streamed (measured: decisions 0009, 0014)."""
 
 
-def useful_rows(config: ModelConfig) -> int:
-    """The largest step of a network that should take ThinLayers; 0: none."""
-    return ROWS if _is_small(2 * config.intermediate, config.hidden) else 0
+def useful_rows(config: ModelConfig, capability: int) -> int:
+    """The largest step of a network that should take ThinLayers on a device of such capability; 0: none."""
+    gate = 2 * config.intermediate, config.hidden
+    if _is_small(*gate):
+        return ROWS
+    return LARGE_ROWS if is_streamed(capability, *gate) else 0
 
 
 def _is_small(outputs: int, inputs: int) -> bool:

@@ -100,6 +100,13 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
             for share in (1, 8):
                 ThinLogits(loader, work, dtype, 1000, 576, share=share, **most)
             ThinLogits(loader, work, dtype, 49152, 576, **most)
+            if loader.capability >= 90:
+                most["streams"] = True
+                ThinAppend(loader, work, pool, 4, 4096, angles, angles, **most)
+                ThinProduct(loader, work, dtype, 960, 4096, **most)
+                ThinAdd(loader, work, dtype, 576, 14336, **most)
+                ThinGate(loader, work, dtype, 1536, 4096, **most)
+                ThinLogits(loader, work, dtype, 1000, 4096, **most)
     state = DeviceState("cpu", max_rows=1, max_pages=1, max_sequences=1, max_tokens=1, upload_words=64)
     if architecture != "sm_90a":  # the others have the same code, and 40 such kernels take half a minute
         thin = loader.asked["thin_linear.cu"]

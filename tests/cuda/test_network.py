@@ -87,7 +87,7 @@ def test_large_matrices_are_left_to_cublas(
     """All layers of a network whose gate (43,008 bytes here) is large; or only its head. To the same tokens."""
     monkeypatch.setattr(thin_layers, "CUBLAS_BYTES", most)
     config = tiny_config(vocab_size=vocabulary)
-    assert thin_layers.useful_rows(config) == rows
+    assert thin_layers.useful_rows(config, device.loader.capability) == rows
     executor = ProgramExecutor(device, config, torch.bfloat16)
     everyone = PlanDriver(executor).generate(prompts()[:3], 8, budget=BUDGET, arrive=3)
     exact = Network(config, spread(config, torch.float32, "cpu"))

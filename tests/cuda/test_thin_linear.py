@@ -19,6 +19,7 @@ from cuda.thin_linear import (
     ThinLogits,
     ThinProduct,
     ThinWorkspace,
+    is_streamed,
     squares_of,
 )
 
@@ -26,16 +27,21 @@ EPSILON = 1e-5
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the result's largest number; x is rounded once before
 EXACT_SUMS = 2**-18  # products of 16-bit numbers are exact in float32
 
-CASES = [  # rows, outputs, inputs, splits: every class of rows; ragged tiles, steps and K; more tiles than blocks
-    (1, 40, 96, None),
-    (2, 33, 72, None),
-    (5, 130, 584, None),
-    (8, 16, 64, None),
-    (3, 96, 200, 2),
-    (9, 56, 128, 2),
-    (16, 72, 256, 3),
-    (17, 24, 136, None),
-    (32, 40, 320, 3),
+CASES = [  # rows, outputs, inputs, splits, streams: all classes of rows; ragged tiles, steps, K; more tiles than blocks
+    (1, 40, 96, None, False),
+    (2, 33, 72, None, False),
+    (5, 130, 584, None, False),
+    (8, 16, 64, None, False),
+    (3, 96, 200, 2, False),
+    (9, 56, 128, 2, False),
+    (16, 72, 256, 3, False),
+    (17, 24, 136, None, False),
+    (32, 40, 320, 3, False),
+    (1, 40, 96, None, True),  # a piece is 1024 of K
+    (3, 130, 2080, None, True),
+    (8, 33, 1056, 2, True),
+    (16, 200, 2048, None, True),
+    (20, 56, 5152, 3, True),
 ]
 
 
@@ -82,13 +88,14 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), CASES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits", "streams"), CASES)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_add(device, generator, dtype, rows, outputs, inputs, splits, bias) -> None:
+def test_add(device, generator, dtype, rows, outputs, inputs, splits, streams, bias) -> None:
     """The sum replaces the residual, rounded once; its squares are those of what was stored."""
     case = Case(device, generator, dtype, rows, outputs, inputs, bias=bias)
     expected = case.residual.double() + case.product(case.x)
-    add = ThinAdd(device.loader, case.work, dtype, outputs, inputs, rows=ROW_CLASSES[-1], splits=splits)
+    more = {"rows": ROW_CLASSES[-1], "splits": splits, "streams": streams}
+    add = ThinAdd(device.loader, case.work, dtype, outputs, inputs, **more)
     squares = case.empty(rows, squares_of(outputs), dtype=torch.float32)
     add(device.stream, case.x, case.weight, case.bias, case.residual, squares)
     case.finish()
@@ -97,12 +104,20 @@ def test_add(device, generator, dtype, rows, outputs, inputs, splits, bias) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), CASES)
-def test_product_of_normalized_rows(device, generator, dtype, rows, outputs, inputs, splits) -> None:
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits", "streams"), CASES)
+def test_product_of_normalized_rows(device, generator, dtype, rows, outputs, inputs, splits, streams) -> None:
     """The norm comes out of the squares; x is rounded where rms_norm would round it."""
     case = Case(device, generator, dtype, rows, outputs, inputs)
     product = ThinProduct(
-        device.loader, case.work, dtype, outputs, inputs, rows=ROW_CLASSES[-1], splits=splits, epsilon=EPSILON
+        device.loader,
+        case.work,
+        dtype,
+        outputs,
+        inputs,
+        rows=ROW_CLASSES[-1],
+        splits=splits,
+        streams=streams,
+        epsilon=EPSILON,
     )
     out = case.empty(rows, outputs)
     product(device.stream, case.x, (case.norm, case.squares()), case.weight, case.bias, out)
@@ -111,12 +126,22 @@ def test_product_of_normalized_rows(device, generator, dtype, rows, outputs, inp
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "width", "inputs", "splits"), [(r, w // 8 * 8, k, s) for r, w, k, s in CASES])
-def test_gate(device, generator, dtype, rows, width, inputs, splits) -> None:
+@pytest.mark.parametrize(
+    ("rows", "width", "inputs", "splits", "streams"), [(r, w // 8 * 8, *more) for r, w, *more in CASES]
+)
+def test_gate(device, generator, dtype, rows, width, inputs, splits, streams) -> None:
     """silu(gate) * up of the same row, in float32 up to the result."""
     case = Case(device, generator, dtype, rows, 2 * width, inputs)
     gate = ThinGate(
-        device.loader, case.work, dtype, width, inputs, rows=ROW_CLASSES[-1], splits=splits, epsilon=EPSILON
+        device.loader,
+        case.work,
+        dtype,
+        width,
+        inputs,
+        rows=ROW_CLASSES[-1],
+        splits=splits,
+        streams=streams,
+        epsilon=EPSILON,
     )
     out = case.empty(rows, width)
     gate(device.stream, case.x, (case.norm, case.squares()), case.weight, case.bias, out)
@@ -127,8 +152,8 @@ def test_gate(device, generator, dtype, rows, width, inputs, splits) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("share", [1, 8])
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), [*CASES, (20, 777, 72, None)])
-def test_logits_of_picked_rows(device, generator, dtype, share, rows, outputs, inputs, splits) -> None:
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits", "streams"), [*CASES, (20, 777, 72, None, False)])
+def test_logits_of_picked_rows(device, generator, dtype, share, rows, outputs, inputs, splits, streams) -> None:
     """float32, of the named rows, in any order and twice; the others are not read. Warps with tiles of their own, or
     with a share in one.
     """
@@ -138,7 +163,15 @@ def test_logits_of_picked_rows(device, generator, dtype, share, rows, outputs, i
     unused = [m for m in range(rows) if m not in picks.tolist()]
     case.x[unused] = float("nan")
     logits = ThinLogits(
-        device.loader, case.work, dtype, outputs, inputs, rows=ROW_CLASSES[-1], share=share, splits=splits
+        device.loader,
+        case.work,
+        dtype,
+        outputs,
+        inputs,
+        rows=ROW_CLASSES[-1],
+        share=share,
+        splits=splits,
+        streams=streams,
     )
     out = case.empty(rows, outputs, dtype=torch.float32)
     logits(device.stream, case.x, picks.int().to(device.name), case.weight, out)
@@ -148,15 +181,22 @@ def test_logits_of_picked_rows(device, generator, dtype, share, rows, outputs, i
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rows", "splits"),
-    [(3, 1, 64, 1, None), (4, 2, 64, 7, 2), (2, 1, 128, 5, None), (1, 1, 128, 16, 2)],
+    ("heads", "kv_heads", "head_dim", "rows", "splits", "streams"),
+    [
+        (3, 1, 64, 1, None, False),
+        (4, 2, 64, 7, 2, False),
+        (2, 1, 128, 5, None, False),
+        (1, 1, 128, 16, 2, False),
+        (2, 1, 128, 1, None, True),
+        (3, 1, 64, 9, 2, True),
+    ],
 )
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_append_is_a_product_and_kv_append(
-    device, generator, dtype, heads, kv_heads, head_dim, rows, splits, bias
+    device, generator, dtype, heads, kv_heads, head_dim, rows, splits, streams, bias
 ) -> None:
     """The same queries, keys and values at the same places, but for rounding; the same rows fail."""
-    inputs = 136
+    inputs = 160 if streams else 136
     case = Case(device, generator, dtype, rows, (heads + 2 * kv_heads) * head_dim, inputs, bias=bias)
     layout = FrameLayout(2, kv_heads, head_dim, dtype)
     name, operands = device.name, (case.norm, case.squares())
@@ -174,7 +214,7 @@ def test_append_is_a_product_and_kv_append(
     pools = [FramePool(layout, 4 * rows, name) for _ in range(2)]
     queries = [case.empty(rows, heads * head_dim) for _ in range(2)]
     failed = [torch.zeros(rows, dtype=torch.int32, device=name) for _ in range(2)]
-    more = {"rows": ROW_CLASSES[-1], "splits": splits, "epsilon": EPSILON}
+    more = {"rows": ROW_CLASSES[-1], "splits": splits, "streams": streams, "epsilon": EPSILON}
     fused = ThinAppend(device.loader, case.work, pools[0], heads, inputs, cosines, sines, **more)
     fused(device.stream, 1, case.x, operands, case.weight, case.bias, queries[0], *arrays, failed[0])
     product = ThinProduct(device.loader, case.work, dtype, case.weight.shape[0], inputs, **more)
@@ -209,12 +249,22 @@ def test_embed(device, generator, dtype, rows, hidden) -> None:
     assert error(squares.sum(1), out.double().square().sum(1)) <= EXACT_SUMS
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(4, None), (16, 3)])
-def test_a_row_is_the_same_whoever_else_is_there(device, generator, rows, splits) -> None:
+@pytest.mark.parametrize(
+    ("rows", "splits", "inputs", "streams"), [(4, None, 584, False), (16, 3, 584, False), (4, 2, 2080, True)]
+)
+def test_a_row_is_the_same_whoever_else_is_there(device, generator, rows, splits, inputs, streams) -> None:
     """Bit for bit, within a class of rows; and a second launch over the same workspace repeats the first."""
-    case = Case(device, generator, torch.bfloat16, rows, 56, 584)
+    case = Case(device, generator, torch.bfloat16, rows, 56, inputs)
     product = ThinProduct(
-        device.loader, case.work, case.dtype, 56, 584, rows=ROW_CLASSES[-1], splits=splits, epsilon=EPSILON
+        device.loader,
+        case.work,
+        case.dtype,
+        56,
+        inputs,
+        rows=ROW_CLASSES[-1],
+        splits=splits,
+        streams=streams,
+        epsilon=EPSILON,
     )
 
     def run(x: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
@@ -344,6 +394,21 @@ def test_a_division_that_leaves_too_little_memory_is_refused() -> None:
     loader = SpecLoader(89, 142)
     with pytest.raises(UnsupportedDevice, match=r"8 rows of 14336 numbers, divided by 2: .* there are 100352"):
         ThinAdd(loader, ThinWorkspace("cpu"), torch.bfloat16, 4096, 14336, rows=32, splits=2)
+
+
+def test_large_matrices_are_streamed_where_the_device_can() -> None:
+    """Every matrix of 8B; none of a network whose rows are a single piece. To ask for it elsewhere is an error."""
+    hidden, qkv, mixed, intermediate, _, _ = REAL["Llama-3.1-8B"]
+    large = [(qkv, hidden), (hidden, mixed), (2 * intermediate, hidden), (hidden, intermediate)]
+    assert all(is_streamed(90, *size) and not is_streamed(89, *size) for size in large)
+    assert not is_streamed(90, 49152, 576)
+    assert not is_streamed(90, 16384, 4096 + 8)
+    work = ThinWorkspace("cpu")
+    launcher = ThinAdd(SpecLoader(90, 132), work, torch.bfloat16, hidden, intermediate, rows=1)
+    assert [(shape.share, shape.stages, shape.splits) for shape in launcher.shapes] == [(thin_linear.STREAM, 5, 1)]
+    for capability, inputs in ((89, 4096), (90, 4096 + 8)):
+        with pytest.raises(UnsupportedDevice, match="not to be streamed"):
+            ThinAdd(SpecLoader(capability, 132), work, torch.bfloat16, 16, inputs, rows=1, streams=True)
 
 
 @pytest.mark.gpu
