@@ -199,6 +199,7 @@ class FrontEnds:
     def __init__(self, hello: Callable[[int], Hello], count: int, answers: Answers, counts: HttpCounts) -> None:
         """hello(number): the first message to a front end. counts: gets what front ends have counted that end."""
         self.desks: dict[int, Desk] = {}  # those whose link is up
+        self._unburied: list[Desk] = []  # whose process has not been seen to end
         self._hello = hello
         self._count = count
         self._answers = answers
@@ -249,9 +250,9 @@ class FrontEnds:
     async def close(self) -> None:
         """Let them send what they have, and end. Idempotent."""
         self._is_closing = True
-        desks = list(self.desks.values())
-        for desk in desks:
+        for desk in self.desks.values():
             desk.link.send(Goodbye())
+        desks, self._unburied = self._unburied, []
         ends = [asyncio.ensure_future(desk.process.wait()) for desk in desks if desk.process is not None]
         if ends:
             await asyncio.wait(ends, timeout=GOODBYE_S)
@@ -259,6 +260,7 @@ class FrontEnds:
             _kill(desk)
         if ends:
             await asyncio.wait(ends)
+            await asyncio.sleep(0)  # lets asyncio close what belonged to them
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -277,6 +279,7 @@ class FrontEnds:
         finally:
             theirs.close()
         self.desks[desk.number] = desk  # before the link: it may be lost at once
+        self._unburied.append(desk)
         await asyncio.get_running_loop().create_unix_connection(lambda: desk.link, sock=ours)
         desk.link.send(self._hello(desk.number))
         desk.tell_status()
@@ -308,6 +311,7 @@ class FrontEnds:
                 code = await desk.process.wait()
             if self._is_closing:
                 return
+            self._unburied.remove(desk)
             lived_s = time.monotonic() - desk.began_s
             self._pause_s = 0.0 if lived_s >= STEADY_S else min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
             log.error(
@@ -356,6 +360,7 @@ class FrontEnds:
                 raise FrontEndFailed(desk.failure or "it has ended without a word")
         finally:
             waiting.cancel()
+            await asyncio.wait([waiting])  # and nobody misses its end
             self._lost.cancel()
             self._lost = None
 

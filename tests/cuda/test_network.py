@@ -158,7 +158,8 @@ def test_graphs_with_groups_and_without() -> None:
         accept_all_groups(executor._program)
         executor._graphs.clear()
         tiny_ladder = ladder(max_running=ROWS, max_tokens=BUDGET, has_cascade=True)
-        executor._graphs = StepGraphs(tiny_ladder, executor._captured, seconds=0.0)
+        with torch.cuda.stream(executor.stream):
+            executor._graphs = StepGraphs(tiny_ladder, executor._captured, seconds=0.0)
         at_first = executor.captured_graphs
 
         def has_groups(plan: StepPlan, executor: CudaExecutor = executor) -> bool:
