@@ -39,6 +39,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20  # likeliest tokens that a client may ask for at each place
     max_generating: int | None = None  # requests that generate or wait: each holds a socket, and files are bounded
 
+    def key_ring(self) -> KeyRing:
+        """The API keys. Raises ValueError for a file that cannot be used."""
+        return KeyRing(self.api_keys, None if self.api_key_file is None else Path(self.api_key_file))
+
 
 class HttpMetrics(Protocol):
     """Who counts requests (http_counts.py)."""
@@ -70,8 +74,7 @@ class FrontEnd:
     admin_keys: KeyRing = field(init=False)
 
     def __post_init__(self) -> None:
-        file = self.settings.api_key_file
-        self.api_keys = KeyRing(self.settings.api_keys, None if file is None else Path(file))
+        self.api_keys = self.settings.key_ring()
         admin_key = self.settings.admin_api_key
         self.admin_keys = KeyRing(() if admin_key is None else (admin_key,))
 

@@ -31,7 +31,6 @@ from model.cpu_threads import usable_cores
 from model.errors import ModelError
 from model.step_plan import SamplingParameters
 from service import logs
-from service.auth import KeyRing
 from service.doors import FLUSH_S, Doors, cannot_listen, url_host
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, EngineSnapshot, Event, Submit
 from service.engine_link import Hello, Serve, addresses
@@ -119,13 +118,15 @@ class Server:
             max_logprobs=settings.max_logprobs,
             max_generating=allow_many_sockets(),
         )
-        self._tls = tls_context(self.api)  # front ends make their own: here it is known early that they can
+        tls = tls_context(self.api)  # front ends make their own: here it is known early that they can
         count = front_end_count(settings)
         self.doors: Doors | None = None  # one of these two
         self.front_ends: FrontEnds | None = None
         if count == 0:
-            self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers), self._tls)
+            self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers), tls)
+            self._keys = self.doors.front_end.api_keys
         else:
+            self._keys = self.api.key_ring()  # for warnings: front ends read them for themselves
             self.front_ends = FrontEnds(self._hello, count, self.answers, self.metrics.http)
             self.metrics.add_front_ends(self.front_ends.reports)
         self.is_open = False  # requests are admitted, or were
@@ -329,7 +330,7 @@ class Server:
         if has_chat:
             body = {"messages": [{"role": "user", "content": question}]}
         body |= {"max_tokens": 200, "temperature": 0.2}  # small models ramble at 1 and without a bound
-        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self._keys() else ""
+        key = ' -H "Authorization: Bearer $PAGEWALK_API_KEY"' if self._keys else ""
         data = json.dumps({**body, "stream": True})
         return f"curl -N {self._url()}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
 
@@ -353,23 +354,15 @@ class Server:
 
     def _reload(self) -> None:
         """SIGHUP: what can change while the server runs is read again."""
-        if self.doors is not None:
-            self.doors.front_end.api_keys.reload()
+        self._keys.reload()
         if self.front_ends is not None:
             self.front_ends.reload()
         self._warn_of_tenants()
 
-    def _keys(self) -> KeyRing:
-        """The keys as they are now. Front ends in processes of their own have read them for themselves."""
-        if self.doors is not None:
-            return self.doors.front_end.api_keys
-        file = self.api.api_key_file
-        return KeyRing(self.api.api_keys, None if file is None else Path(file))
-
     def _warn_of_tenants(self) -> None:
         """A key of a tenant that has no table may be a mistyped name, and then has no limits."""
         listed = self.settings.tenants
-        if listed and (unlisted := self._keys().tenants - {*listed, DEFAULT_TENANT}):
+        if listed and (unlisted := self._keys.tenants - {*listed, DEFAULT_TENANT}):
             log.warning("keys of tenants without limits", tenants=sorted(unlisted))
 
     def _on_signal(self, number: int) -> None:

@@ -7,11 +7,11 @@ import pytest
 from http_house import Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from junk_values import VALUES, is_in
 
 from service.decoding import fields
 from service.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-VALUES = ["x", -1, 0, 1, 1.5, 2**31, 2**63, 10**12, "5", True, False, [], [1], ["x"], {}, {"a": {"b": []}}, [[]], ""]
 TEXTS = ["x", "5", ""]
 UNUSED: dict[str, list[Any]] = {
     "store": [True, False], "metadata": [{}, {"a": {"b": []}}], "user": TEXTS, "prompt_cache_key": TEXTS,
@@ -63,11 +63,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "the"},
     "/detokenize": {"tokens": [5]},
 }
-
-
-def is_in(value: Any, values: list[Any]) -> bool:
-    """True is not 1 here."""
-    return any(type(value) is type(other) and value == other for other in values)
 
 
 @pytest.mark.parametrize("path", list(BODIES))

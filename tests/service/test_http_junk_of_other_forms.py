@@ -7,13 +7,13 @@ import pytest
 from http_house import Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from junk_values import VALUES, is_in
 
 from service.anthropic_body import CountBody, MessagesBody
 from service.decoding import fields
 from service.responses_body import ResponsesBody
 from service.schema import Body
 
-VALUES = ["x", -1, 0, 1, 1.5, 2**31, 2**63, 10**12, "5", True, False, [], [1], ["x"], {}, {"a": {"b": []}}, [[]], ""]
 TEXTS = ["x", "5", ""]
 USER = [{"role": "user", "content": "the"}]
 BODIES: dict[str, type[Body]] = {
@@ -41,11 +41,6 @@ SERVED: dict[str, dict[str, list[Any]]] = {
     },
     "/v1/messages/count_tokens": {"system": [*TEXTS, []], "tools": [[]]},
 }  # fmt: skip
-
-
-def is_in(value: Any, values: list[Any]) -> bool:
-    """True is not 1 here."""
-    return any(type(value) is type(other) and value == other for other in values)
 
 
 @pytest.mark.parametrize("path", list(BODIES))
