@@ -26,7 +26,7 @@ export VENV PYTHON TORCH_INDEX
 COMPAT := .venv-compat
 LOAD ?=
 
-.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins clean
+.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins locks clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -71,6 +71,9 @@ sanitize-gpu:  ## Look for bad addresses and races in the kernels, with compute-
 
 pins: $(DEV)  ## Write what is installed into constraints.txt
 	@sh scripts/pins.sh
+
+locks:  ## Write deploy/locks: what the images install, by hash (needs uv)
+	@sh scripts/locks.sh
 
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -371,5 +371,6 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             memory=memory.information(),
             counters=memory.counters(),
+            pressure=memory.pressure.read(memory.now),
             frame_bytes=self.executor.frame_bytes,
         )

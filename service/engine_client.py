@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from mm import EventCounters, MemoryInformation, MissReason
+from mm import EventCounters, MemoryInformation, MissReason, Pressure
 from model.step_plan import SamplingParameters
 from service.errors import BadRequest, Draining, EngineDead, Loading, QueueFull, quoted
 from service.turn import Turn
@@ -211,6 +211,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     preemptions: int
     memory: MemoryInformation
     counters: EventCounters
+    pressure: Pressure
     frame_bytes: int
 
 

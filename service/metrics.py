@@ -217,6 +217,14 @@ class Metrics(Collector):
         for kind, count in kinds.items():
             events.add_metric([kind], count)
         yield events
+        stalled = CounterMetricFamily(
+            "pagewalk_kv_pressure_stall_seconds",
+            "Time that a sequence (some), or all that there were (full), stood still for want of frames",
+            labels=["kind"],
+        )
+        stalled.add_metric(["some"], snapshot.pressure.some.total_us / 1e6)
+        stalled.add_metric(["full"], snapshot.pressure.full.total_us / 1e6)
+        yield stalled
         returned = CounterMetricFamily(
             "pagewalk_readmitted_tokens",
             "Tokens of sequences that came back after preemption: still cached, or computed again",

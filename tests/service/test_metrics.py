@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from mm.statistics import EventCounters, MemoryInformation
+from mm import EventCounters, MemoryInformation, Pressure, Stall
 from service.engine import StepReport
 from service.engine_client import Ended, EngineSnapshot
 from service.generation import PromptNumbers
@@ -73,6 +73,7 @@ def served(**changes: Any) -> ServedFacts:
         preemptions=7,
         memory=MEMORY,
         counters=COUNTERS,
+        pressure=Pressure(some=Stall(1.5, 0.5, 0.1, 2_500_000), full=Stall(0.0, 0.0, 0.0, 250_000)),
         frame_bytes=1024,
     )
     facts: dict[str, Any] = {
@@ -165,6 +166,8 @@ def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
     assert found["pagewalk_kv_bytes[('tier', 'gpu')]"] == 0
     kinds = {"alloc": 30, "free": 5, "evict": 6, "refault": 2, "cow": 1, "swap_in": 3, "swap_out": 4}
     assert {kind: found[f"pagewalk_kv_events_total[('kind', '{kind}')]"] for kind in kinds} == kinds
+    stalled = "pagewalk_kv_pressure_stall_seconds_total[('kind', '%s')]"
+    assert (found[stalled % "some"], found[stalled % "full"]) == (2.5, 0.25)
     states = {"free": 60, "cached": 12, "active": 25, "copying": 3}
     assert {state: found[f"pagewalk_kv_frames[('state', '{state}')]"] for state in states} == states
     assert sum(value for name, value in found.items() if name.startswith("pagewalk_kv_frames")) == 100

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mm import EventCounters, MemoryInformation
+from mm import EventCounters, MemoryInformation, Pressure, Stall
 from service.engine_client import (
     Abort,
     Cancel,
@@ -225,5 +225,6 @@ class ScriptedEngine:
                 page_size=16,
             ),
             counters=EventCounters(allocate=7, free=0, cow_fault=0, fork=0, truncate=0),
+            pressure=Pressure(some=Stall(0.0, 0.0, 0.0, 0), full=Stall(0.0, 0.0, 0.0, 0)),
             frame_bytes=4096,
         )
