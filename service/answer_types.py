@@ -24,6 +24,12 @@ class CachedTokens(Answered, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class ReasoningTokens(Answered, frozen=True, kw_only=True):
+    """Of the output's tokens, those of the reasoning with its marks."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answered, frozen=True, kw_only=True):
     """Tokens of all choices. A prompt counts once, however many choices it has."""
 
@@ -31,6 +37,7 @@ class Usage(Answered, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType = UNSET  # known at the end
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET  # of a model that marks its reasoning
 
 
 class CacheMiss(Answered, frozen=True, kw_only=True):
@@ -70,7 +77,7 @@ class CompletionLogprobs(Answered, frozen=True, kw_only=True):
 
 class _Choice(Answered, frozen=True, kw_only=True):
     index: int
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None  # tool_calls: of chats
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     cache_info: CacheInfo | UnsetType = UNSET
@@ -128,18 +135,55 @@ class ChatLogprobs(Answered, frozen=True, kw_only=True):
     content: list[ChatToken]
 
 
+class CalledFunction(Answered, frozen=True, kw_only=True):
+    """What is called. The arguments are JSON in a string, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answered, frozen=True, kw_only=True):
+    """A call of one of the request's tools."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Answered, frozen=True, kw_only=True):
-    """What the model said."""
+    """What the model said. The reasoning stands under both of its names."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class CalledFunctionDelta(Answered, frozen=True, kw_only=True):
+    """The name and no arguments first, then pieces of the arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Answered, frozen=True, kw_only=True):
+    """What is new of the call with this index; its id and type come once."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class MessageDelta(Answered, frozen=True, kw_only=True):
-    """What is new in an event: the role in the first, text in others, nothing in the last."""
+    """What is new in an event: the role in the first, text or calls in others, nothing in the last."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(_Choice, frozen=True, kw_only=True):
@@ -202,12 +246,6 @@ class OutputMessage(Answered, frozen=True, kw_only=True):
     role: Literal["assistant"]
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
-
-
-class ReasoningTokens(Answered, frozen=True, kw_only=True):
-    """Of the output's tokens; none are told apart."""
-
-    reasoning_tokens: int
 
 
 class ResponseUsage(Answered, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from service.chat_deltas import part_deltas, whole_message
 from service.choice import Choice, Delta
 from service.errors import PagewalkError
 from service.generation import Generation
@@ -27,11 +28,14 @@ PLAIN_CLOSING = b',"logprobs":null,"finish_reason":null}]}' + END
 def usage(generation: Generation) -> dict[str, Any]:
     """The usage of an answer that is complete."""
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    reasoning = generation.reasoning_tokens
+    details = {} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        **details,
     }
 
 
@@ -266,15 +270,24 @@ class ChatForm(_Envelope):
         return self._opening + role + self._rest(Delta("", []), token_ids, usage_so_far, more)
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
+        """One event; more where a call begins, since its arguments begin in the event after the one with its name."""
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._opening + b'{"index":%d,"delta":' % choice.index
-        if delta.finish_reason is None or delta.text:
-            content = b'{"content":' + _encode(delta.text) + b"}"
+        if delta.parts:
+            *early, content = map(_encode, part_deltas(delta.parts))
+        elif delta.finish_reason is None or delta.text:
+            early, content = [], b'{"content":' + _encode(delta.text) + b"}"
         else:
-            content = b"{}"
+            early, content = [], b"{}"
         token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._wishes.token_ids else b""
-        return head + content + self._rest(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+        before = b"".join(head + one + self._early(usage_so_far) for one in early)
+        return before + head + content + self._rest(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+
+    def _early(self, usage_so_far: bytes | None) -> bytes:
+        """The rest of an event without tokens of its own."""
+        members = b',"token_ids":[]' if self._wishes.token_ids else b""
+        return self._rest(Delta("", []), members, usage_so_far)
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if self._wishes.top_choices is None:
@@ -286,7 +299,7 @@ class ChatForm(_Envelope):
         for choice, delta in zip(generation.choices, said, strict=True):
             fields: dict[str, Any] = {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.prompt.echo + delta.text},
+                "message": whole_message(choice.prompt.echo, delta),
                 "logprobs": self._logprobs(delta.scored),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,

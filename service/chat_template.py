@@ -7,6 +7,7 @@ Source: transformers, `utils/chat_template_utils.py`; tests compare the ids.
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -42,6 +43,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, with_tools: str | None = None) -> None:
         self.source = source
+        self.all_sources = source if with_tools is None else source + with_tools
+        self.takes_tools = with_tools is not None or re.search(r"\btools\b", source) is not None
         self._plain = _compile(source)
         self._with_tools = self._plain if with_tools is None else _compile(with_tools)
         # `developer` is the newer name of the system role; templates from before it know `system` only.

@@ -2,11 +2,13 @@
 
 Streamed and whole answers both read their text from `Choice.read`, so they are equal by construction.
 
-    tokens ──▶ Detokenizer (whole characters) ──▶ StopMatcher (holds back what may become a stop) ──▶ Delta
+    tokens ──▶ Detokenizer (whole characters) ──▶ StopMatcher (holds back what may become a stop)
+           ──▶ AnswerReader (chats with tools or reasoning: takes calls and reasoning out of the text) ──▶ Delta
 
 An end token's own text is not part of the answer (unless include_stop_str_in_output asks for it), as with a stop
 string. When a stop string is complete, the engine is told to finish there; tokens that it had made beyond are neither
-sent nor counted. Stop strings that are complete within the first min_tokens tokens do not count.
+sent nor counted. Stop strings that are complete within the first min_tokens tokens do not count. A choice also ends
+with the last call that it may have, in the same way.
 
 Log-probabilities: every token that counts has an entry, also an end token, and one whose text a stop string cuts off;
 so there are as many entries as completion_tokens. An entry goes out with the event in which the text before its token
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from service.answer_parts import Part, content_of
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
 from service.errors import Aborted, InternalError
@@ -30,20 +33,24 @@ from service.token_stream import TokenStream
 MERGE_ABOVE = 16
 """More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 TIMEOUT = "timeout"
 """The stop_reason of a choice that timeout_s ended, with finish_reason length."""
 
 
 class Delta(NamedTuple):
-    """What one event carries. The last Delta of a choice has a finish_reason."""
+    """What one event carries. The last Delta of a choice has a finish_reason.
+
+    parts: what the answer to a chat was taken apart into; `text` is its content then. Empty where nothing is.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scored: tuple[ScoredToken, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,13 @@ class Choice:
     """Reads one TokenStream."""
 
     __slots__ = (
+        "_begins",
         "_detokenizer",
         "_finish",
         "_held",
         "_is_plain",
         "_matcher",
+        "_reader",
         "_rules",
         "_sent",
         "_text",
@@ -76,6 +85,7 @@ class Choice:
         "finish_reason",
         "index",
         "prompt",
+        "reasoning_tokens",
         "stop_reason",
         "stream",
     )
@@ -102,7 +112,10 @@ class Choice:
         self._matcher = None if rules.matcher is None else rules.matcher.fresh()
         self._rules = rules
         self._finish = finish
-        self._is_plain = rules.matcher is None and not rules.is_echo_only
+        self._reader = None if prompt.reading is None else prompt.reading.reader()
+        self.reasoning_tokens = 0  # of the completion's; known once the reasoning has ended
+        self._begins: list[int] = []  # of tokens, in characters, until that is known
+        self._is_plain = rules.matcher is None and self._reader is None and not rules.is_echo_only
         self._held: Delta | None = None
         self._unsent: deque[ScoredToken] = deque()
         self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
@@ -132,8 +145,11 @@ class Choice:
                 delta = Delta("", [token])
             else:
                 delta = self._delta(self._detokenizer.push(token), [token])
+            if self._reader is not None:
+                self._begins.append(begin - len(self.prompt.echo))
+                delta = self._taken_apart(delta)
             deltas.append(self._with_scores(delta, token, scores[i], begin) if scores else delta)
-            if self.finish_reason is not None:  # a stop string
+            if self.finish_reason is not None:  # a stop string, or all calls that there may be
                 self._finish(self.completion_tokens)
                 break
         if ended is not None and self.finish_reason is None:
@@ -181,19 +197,39 @@ class Choice:
     def _last(self, delta: Delta, ended: Ended) -> Delta:
         """`delta` with all that was held back and the reason of the end."""
         tail = self._delta(self._detokenizer.flush(), [])
-        text = delta.text + tail.text
         if tail.finish_reason is None:
             if self._matcher is not None:
                 held = self._matcher.flush()
                 self._sent += len(held)
-                text += held
+                tail = tail._replace(text=tail.text + held)
             self.finish_reason = "stop" if ended.reason == "stop" else "length"
             if ended.reason == "timeout":
                 self.stop_reason = TIMEOUT
             elif ended.reason == "stop" and ended.end_token in self._rules.stop_token_ids:
                 self.stop_reason = ended.end_token
-        scored = (*delta.scored, *self._sendable())
-        return Delta(text, delta.token_ids, self.finish_reason, self.stop_reason, scored)
+        tail = tail._replace(finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+        if self._reader is not None:
+            tail = self._taken_apart(tail)
+        return merged([delta, tail._replace(scored=self._sendable())])
+
+    def _taken_apart(self, delta: Delta) -> Delta:
+        """`delta` with the parts of its text; the last of the choice if that makes all calls that there may be."""
+        assert self._reader is not None
+        parts = self._reader.push(delta.text, is_last=delta.finish_reason is not None)
+        if self._reader.is_done and delta.finish_reason is None:
+            delta = delta._replace(finish_reason="stop")
+        if delta.finish_reason == "stop" and self._reader.has_calls:
+            delta = delta._replace(finish_reason="tool_calls")
+        self.finish_reason = delta.finish_reason
+        self._count_reasoning()
+        return delta._replace(text=content_of(parts), parts=parts)
+
+    def _count_reasoning(self) -> None:
+        assert self._reader is not None
+        characters = self._reader.reasoning_characters
+        if self._begins and characters is not None:
+            self.reasoning_tokens += sum(begin < characters for begin in self._begins)
+            self._begins.clear()
 
     def _with_scores(self, delta: Delta, token: int, scores: Scores, begin: int) -> Delta:
         """`delta` with the entries that its text lets go. `begin`: characters decoded before `token`."""
@@ -214,7 +250,8 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     token_ids = [token for delta in deltas for token in delta.token_ids]
     scored = tuple(entry for delta in deltas for entry in delta.scored)
-    return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason, scored)
+    parts = tuple(part for delta in deltas for part in delta.parts)
+    return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason, scored, parts)
 
 
 def _check_end(ended: Ended) -> None:

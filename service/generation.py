@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from service.auth import Caller
-from service.choice import Choice, Delta, TextRules
+from service.choice import Choice, Delta, FinishReason, TextRules
 from service.engine_client import EndReason, Limits, Sibling, Submit
 from service.errors import BadRequest, EngineDead, quoted
 from service.prompts import Prompt, output_tokens
@@ -121,7 +121,10 @@ class Generation:
                     index=len(self.choices) + i,
                     prompt=prompt,
                     stream=TokenStream(partial(client.cancel, sequence_id), self.inbox, prompt.scores),
-                    detokenizer=model.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
+                    detokenizer=model.tokenizer.detokenizer(
+                        skip_special_tokens=body.skip_special_tokens is not False,
+                        shown=frozenset() if prompt.reading is None else prompt.reading.marks,
+                    ),
                     rules=self._rules,
                     finish=partial(client.finish, sequence_id),
                 )
@@ -202,6 +205,13 @@ class Generation:
         return sum(choice.completion_tokens for choice in self.choices)
 
     @property
+    def reasoning_tokens(self) -> int | None:
+        """Of the completion tokens, those of reasoning, marks included; None for a model that does not mark it."""
+        if all(prompt.reading is None or prompt.reading.thinking is None for prompt in self.prompts):
+            return None
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose keys and values were found in the page cache; known once the choices have ended.
 
@@ -241,7 +251,7 @@ class Generation:
             numbers["ttft_ms"] = round((self._first_token_s - self._submitted_s) * 1000, 1)
         return numbers
 
-    def _outcome(self, choice: Choice) -> EndReason:
+    def _outcome(self, choice: Choice) -> EndReason | FinishReason:
         """How a choice ended, also where no client is told."""
         if choice.ended is not None and choice.ended.reason == "timeout" and choice.finish_reason == "length":
             return "timeout"

@@ -1,10 +1,11 @@
 """The messages of a chat as msgspec Structs, and how a chat template gets them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from service.errors import BadRequest
+from service.errors import BadRequest, quoted
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +38,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -53,6 +56,11 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.name is not None:
             message["name"] = self.name
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning is not None:
+            if self.role != "assistant":
+                raise BadRequest(f"only an assistant has reasoning_content - at `{path}`", param="messages")
+            message["reasoning_content"] = reasoning
         if self.role == "tool":
             if self.tool_call_id is None:
                 raise BadRequest(f"a message of role tool needs tool_call_id - at `{path}`", param="messages")
@@ -77,3 +85,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"arguments must be a JSON object in a string - at `{where}`", param="messages"
                 ) from None
         return parsed
+
+
+def check_tool_messages(messages: Sequence[ChatMessage]) -> None:
+    """A message of role tool answers a call of an assistant before it. Raises BadRequest."""
+    called: set[str] = set()
+    for i, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id is not None and message.tool_call_id not in called:
+            words = f"no assistant before has made the call {quoted(message.tool_call_id)}"
+            raise BadRequest(f"{words} - at `$.messages[{i}].tool_call_id`", param="messages")

@@ -9,7 +9,12 @@ first. A text so long that it must break rule 1 is refused before it is tokenize
 """
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+from service.answer_parts import Reading
+from service.call_readers import READERS
+from service.control_tokens import strings_in
 from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
@@ -27,6 +32,7 @@ class Prompt:
     echo: str = ""  # what the choices' texts begin with
     offsets: list[int] = field(default_factory=list)  # of each id in `echo`; empty unless log-probabilities need them
     scores: list[Scores] = field(default_factory=list)  # of ids[1:], as far as they have come
+    reading: Reading | None = None  # of a chat whose answers are taken apart
 
     @property
     def is_scored(self) -> bool:
@@ -90,6 +96,8 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
         )
     messages = template_messages(body)
     check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
+    tools = _template_tools(body, model)
+    check_text_length(sum(map(len, strings_in(tools))), limits, param="tools")
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         template = model.tokenizer.template
@@ -101,6 +109,7 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
         messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        tools=tools,
         kwargs=variables,
         add_special_tokens=isinstance(body, ChatBody) and bool(body.add_special_tokens),
     )
@@ -108,7 +117,40 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
         raise BadRequest("the chat template made no tokens of these messages.", param="messages")
     if isinstance(body, TokenizeBody):
         return Prompt(ids)
-    return Prompt(truncated(ids, body, limits, tenant), echo=messages[-1]["content"] if body.echo else "")
+    ids = truncated(ids, body, limits, tenant)
+    return Prompt(ids, echo=messages[-1]["content"] if body.echo else "", reading=_reading(body, ids, model))
+
+
+def _template_tools(body: ChatBody | TokenizeBody, model: ServedModel) -> list[dict[str, Any]] | None:
+    """The tools as the chat template gets them. Raises BadRequest."""
+    if not body.offered_tools:
+        return None
+    template = model.tokenizer.template
+    if template is not None and not template.takes_tools:
+        raise BadRequest("This model's chat template has no place for tools.", param="tools")
+    if template is not None and isinstance(body, ChatBody) and model.tokenizer.call_format is None:
+        words = "It is not known how this model writes calls of tools: start the server with --tool-call-format."
+        raise BadRequest(words, param="tools")
+    return [tool.for_template() for tool in body.offered_tools]
+
+
+def _reading(body: ChatBody, ids: list[int], model: ServedModel) -> Reading | None:
+    """How the answers to a chat are taken apart; None where they are nothing but content."""
+    tokenizer = model.tokenizer
+    thinking, call_format = tokenizer.thinking_marks, tokenizer.call_format if body.offered_tools else None
+    if thinking is None and call_format is None:
+        return None
+    make, marks = None, [] if thinking is None else [*thinking]
+    if call_format is not None:
+        reader = READERS[call_format]
+        make, marks = partial(reader, body.callable_names, body.most_calls), [*marks, *reader.spelled]
+    return Reading(
+        thinking=thinking,
+        is_thinking=thinking is not None and tokenizer.ends_with(ids, thinking.begin),
+        shows_reasoning=body.include_reasoning is not False,
+        call_reader=make,
+        marks=frozenset(marks),
+    )
 
 
 def check_text_length(characters: int, limits: Limits, *, param: str) -> None:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from service.errors import BadRequest, NotImplementedYet, quoted
-from service.messages import ChatMessage
+from service.messages import ChatMessage, check_tool_messages
+from service.tools import NamedChoice, Tool, ToolChoice, check_tools
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 64
@@ -285,24 +286,34 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     # not yet
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     chat_template: str | None = None
-    include_reasoning: bool | None = None
 
-    NEUTRAL = {
-        **GenerationBody.NEUTRAL,
-        "tools": (),
-        "tool_choice": ("none", "auto"),  # without tools both mean none
-        "parallel_tool_calls": (True,),
-        "chat_template": (),
-        "include_reasoning": (True,),
-    }
+    NEUTRAL = {**GenerationBody.NEUTRAL, "chat_template": ()}
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable_names(self) -> frozenset[str]:
+        """The tools that it may call."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return frozenset({self.tool_choice.function.name})
+        return frozenset(tool.function.name for tool in self.offered_tools)
+
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls a choice may have; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedChoice) else None
 
     @property
     def asked_tokens(self) -> int | None:
@@ -320,6 +331,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.echo and not self.continue_final_message:
             raise BadRequest("echo needs continue_final_message: true.", param="echo")
         check_chat(self)
+        check_tools(self.tools, self.tool_choice)
+        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice):
+            raise NotImplementedYet("tool_choice can only be auto or none in this version.", param="tool_choice")
+        if any(tool.function.strict for tool in self.offered_tools):
+            raise NotImplementedYet("strict tools are not served by this version.", param="tools")
 
     def check_logprobs(self, limit: int) -> None:
         super().check_logprobs(limit)
@@ -336,11 +352,11 @@ class TokenizeBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
-    # not yet
-    tools: list[Any] | None = None
-
-    NEUTRAL = {"tools": ()}
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return self.tools or []
 
     def check(self) -> None:
         super().check()
@@ -348,6 +364,9 @@ class TokenizeBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadRequest("exactly one of prompt and messages is needed.", param="prompt")
         if self.messages is not None:
             check_chat(self)
+        elif self.tools is not None:
+            raise BadRequest("tools need messages.", param="tools")
+        check_tools(self.tools, None)
 
 
 class DetokenizeBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -382,7 +401,9 @@ def check_chat(body: ChatBody | TokenizeBody) -> None:
 
 def template_messages(body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
     """The messages as the chat template wants them. Raises BadRequest."""
-    return [message.for_template(f"$.messages[{i}]") for i, message in enumerate(body.messages or [])]
+    messages = body.messages or []
+    check_tool_messages(messages)
+    return [message.for_template(f"$.messages[{i}]") for i, message in enumerate(messages)]
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, *, param: str, path: str) -> None:

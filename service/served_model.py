@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from model.step_plan import SamplingParameters
+from service.call_readers import CallFormatSetting
 from service.engine_client import EngineClient
 from service.errors import NotFound, quoted
 from service.tokenization import Tokenizer
@@ -21,10 +22,11 @@ class TokenizerFiles(msgspec.Struct, frozen=True):
     folder: str
     chat_template: str | None  # its text, in place of the model's own
     embedded: int  # ids that the model has an embedding for
+    tool_call_format: CallFormatSetting = "auto"
 
     def load(self) -> Tokenizer:
         """Takes a second. Raises TokenizerNotUsable, OSError."""
-        return Tokenizer.load(Path(self.folder), self.chat_template, self.embedded)
+        return Tokenizer.load(Path(self.folder), self.chat_template, self.embedded, self.tool_call_format)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

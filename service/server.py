@@ -478,7 +478,7 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
     files, vocabulary = await in_thread(lambda: _find(settings))
     report.ended("find model")
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
-    tokenizer_files = TokenizerFiles(str(folder.absolute()), template, vocabulary)
+    tokenizer_files = TokenizerFiles(str(folder.absolute()), template, vocabulary, settings.tool_call_format)
     assembling = in_thread(lambda: _assemble(settings, files.folder, metrics, report))
     tokenizing = in_thread(lambda: _load_tokenizer(tokenizer_files))
     tokenizer, assembly = await asyncio.gather(tokenizing, assembling)

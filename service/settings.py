@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from model.step_plan import MAX_LOGPROBS
 from service.auth import read_key_file
+from service.call_readers import CallFormatSetting
 from service.setting_values import nearest, parse_share, parse_size
 from service.tenant_settings import TenantSettings, as_tables, read_tenants
 
@@ -65,6 +66,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chat_template: Annotated[
         Text | None, About("Model", "file with a Jinja template for chats, in place of the model's own", "FILE")
     ] = None
+    tool_call_format: Annotated[
+        CallFormatSetting,
+        About(
+            "Model",
+            "how the model writes calls of tools; auto: by the marks of its chat template; none: tools are refused",
+        ),
+    ] = "auto"
     served_model_names: Annotated[
         list[Text],
         About("Model", "names that clients call the model by; the first is the default (default: the model's)", "NAME"),

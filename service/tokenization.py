@@ -20,7 +20,9 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from service.answer_parts import thinking_marks_of
 from service.byte_detokenizer import ByteDetokenizer, IncrementalDecoder, TokenTexts
+from service.call_readers import CallFormat, CallFormatSetting, detected_format
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
 from service.control_tokens import ControlTokens, strings_in
 from service.errors import BadRequest
@@ -31,6 +33,9 @@ OFF_LOOP_CHARACTERS = 8_192
 
 OFF_LOOP_TOKENS = 512
 """The same for ids that are decoded one by one: about 4 us each."""
+
+TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that may hold a mark and the white space behind it."""
 
 _LINE_BREAK = "\n"
 
@@ -50,8 +55,12 @@ class Tokenizer:
         config: dict[str, Any],
         template: ChatTemplate | None,
         embedded: int | None = None,
+        tool_call_format: CallFormatSetting = "auto",
     ) -> None:
-        """embedded: ids that the model has an embedding for, 0 ... embedded - 1; None: all that the tokenizer has."""
+        """embedded: ids that the model has an embedding for, 0 ... embedded - 1; None: all that the tokenizer has.
+
+        tool_call_format: how the model writes calls of tools; auto: what its template and vocabulary have marks for.
+        """
         self.backend = backend
         self.template = template
         self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
@@ -64,18 +73,26 @@ class Tokenizer:
         self._texts = TokenTexts.of(backend, spec)
         self._control = ControlTokens(backend, spec)
         self._before, self._after = self._added_around()
+        self.call_format = self._call_format(tool_call_format)
+        self.thinking_marks = None if template is None else thinking_marks_of(template.all_sources)
         # One thread: two long prompts take turns, so a burst of them leaves a core for the engine.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, folder: Path, chat_template: str | None = None, embedded: int | None = None) -> Self:
+    def load(
+        cls,
+        folder: Path,
+        chat_template: str | None = None,
+        embedded: int | None = None,
+        tool_call_format: CallFormatSetting = "auto",
+    ) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
 
         What is added around a text (a start token) is what tokenizer.json says, as in transformers: `add_bos_token` in
         tokenizer_config.json speaks to those who build a tokenizer without it.
 
-        chat_template: the text of a template to use in place of the model's own. embedded: as in the constructor.
-        Raises TokenizerNotUsable.
+        chat_template: the text of a template to use in place of the model's own. embedded, tool_call_format: as in the
+        constructor. Raises TokenizerNotUsable.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -93,7 +110,7 @@ class Tokenizer:
             template = ChatTemplate.load(folder, config, chat_template)
         except TemplateNotUsable as error:
             raise TokenizerNotUsable(str(error)) from error
-        return cls(backend, config, template, embedded)
+        return cls(backend, config, template, embedded, tool_call_format)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -191,9 +208,11 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        """Incremental decoding of one Sequence's output."""
+    def detokenizer(self, *, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> IncrementalDecoder:
+        """Incremental decoding of one Sequence's output. shown: tokens that are not skipped, whatever they are."""
         skip = self._control.ids if skip_special_tokens else frozenset()
+        if skip and shown:
+            skip -= {self.backend.token_to_id(text) for text in shown}
         return Detokenizer(self.backend, skip) if self._texts is None else ByteDetokenizer(self._texts, skip)
 
     def pieces(self, ids: Sequence[int], *, skip_special_tokens: bool, is_encoded_text: bool) -> list[str]:
@@ -241,6 +260,10 @@ class Tokenizer:
                 found[tuple(own)] = None
         return [list(ids) for ids in found]
 
+    def ends_with(self, ids: Sequence[int], text: str) -> bool:
+        """Whether the text of `ids` ends with this, but for white space behind it. Looks at the last ids only."""
+        return self.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(text)
+
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's own spelling of each id ("Ġthe"), empty for ids without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
@@ -254,6 +277,13 @@ class Tokenizer:
             **{name: self._config[name] for name in fields if name in self._config},
             "chat_template": None if self.template is None else self.template.source,
         }
+
+    def _call_format(self, setting: CallFormatSetting) -> CallFormat | None:
+        if setting == "none" or self.template is None or not self.template.takes_tools:
+            return None
+        if setting != "auto":
+            return setting
+        return detected_format(self.template.all_sources, lambda text: self.backend.token_to_id(text) is not None)
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         return self._encode_all(backend, [text], add_special_tokens=add_special_tokens, param=param)[0]

@@ -45,7 +45,7 @@ SERVED: dict[str, dict[str, list[Any]]] = {
     | {
         "max_completion_tokens": [1], "chat_template_kwargs": [{}, {"a": {"b": []}}], "logprobs": [True, False],
         "add_generation_prompt": [True, False], "continue_final_message": [False], "top_logprobs": [0],
-        "parallel_tool_calls": [True], "add_special_tokens": [True, False], "include_reasoning": [True],
+        "parallel_tool_calls": [True, False], "add_special_tokens": [True, False], "include_reasoning": [True, False],
         "echo": [False],
     },
     "/tokenize": {
