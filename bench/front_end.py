@@ -135,7 +135,7 @@ def _client_process(port: int, path: str, pipe: Connection) -> None:
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     files = resolve(options.model)
     vocabulary = read_config(files.folder).vocabulary
-    limits = Limits(1 << 20, 1 << 30, max_waiting=1 << 20, vocabulary=vocabulary, max_running=1 << 20)
+    limits = Limits(1 << 20, 1 << 30, max_queue_requests=1 << 20, vocabulary=vocabulary, max_running=1 << 20)
     engine, held = RandomEngine(limits), [reserve(await addresses_of("127.0.0.1", 0))[0] for _ in range(2)]
 
     def hello(number: int) -> Hello:

@@ -119,7 +119,8 @@ def assemble(
         max_request_tokens=memory.max_tokens_of(None),
         tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
         rated_tenants=rates.tenants,
-        max_waiting=settings.max_waiting,
+        max_queue_requests=settings.max_queue_requests,
+        max_queue_tokens=settings.max_queue_tokens,
         vocabulary=config.vocabulary,
         max_running=sizes.running,
     )

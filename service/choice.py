@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from service.answer_parts import Part, content_of
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
-from service.errors import Aborted, InternalError
+from service.errors import Aborted, InternalError, QueueFull
 from service.logprobs import ScoredToken
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
@@ -123,7 +123,7 @@ class Choice:
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.
 
-        Raises EngineDead, InternalError or ServiceUnavailable if the Sequence cannot go on.
+        Raises EngineDead, InternalError, QueueFull or ServiceUnavailable if the Sequence cannot go on.
         """
         tokens, ended, scores = self.stream.take()
         if ended is None and not scores and self._is_plain:
@@ -256,6 +256,8 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 def _check_end(ended: Ended) -> None:
     """Raises what tells the client that the server gave the Sequence up: a finish reason would look like an answer."""
+    if ended.retry_after_s is not None:
+        raise QueueFull(ended.message, retry_after_s=ended.retry_after_s)
     if ended.reason == "error":
         raise InternalError(ended.message or "The server failed while it worked on this request.")
     if ended.reason == "abort":

@@ -34,10 +34,13 @@ from service.engine_client import (
     Limits,
     Message,
     OpenRequest,
+    QueueState,
     Submit,
     TokenBatch,
 )
+from service.errors import QueueFull
 from service.open_requests import open_requests
+from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
 from service.request import Sequence
 from service.scheduler import Scheduler
@@ -115,7 +118,8 @@ class Engine:
         self._step_timeout_s = step_timeout_s
         self._front_ends: dict[int, FrontEnd] = {}
         self._inbox: deque[tuple[int, Message]] = deque()
-        self._unread_submits = 0
+        self._unread = self._unread_tokens = 0  # choices that were submitted since the last step, and their prompts
+        self._queue_wait = QueueWait()
         self._wake = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
@@ -155,6 +159,9 @@ class Engine:
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
+        self._queue_wait.observe(
+            self.scheduler.sequences.admissions, scheduled, waits=bool(self.scheduler.sequences.waiting)
+        )
         ended = self.scheduler.take_ended()
         self._publish(self._step, ended, scheduled)
         submitted = None
@@ -238,7 +245,8 @@ class Engine:
             self._progress_s = self._clock()  # until now there was nothing to be late with
         self._inbox.append((front_end, message))
         if isinstance(message, Submit):
-            self._unread_submits += 1 + len(message.siblings)
+            self._unread += 1 + len(message.siblings)
+            self._unread_tokens += len(message.prompt_ids)
         self._wake.set()
         self._is_idle.clear()
 
@@ -247,8 +255,9 @@ class Engine:
             front_end, message = self._inbox.popleft()
             now = self._clock()
             if isinstance(message, Submit):
-                self._unread_submits -= 1 + len(message.siblings)
-                self.scheduler.submit(message, front_end, now)
+                self._unread -= 1 + len(message.siblings)
+                self._unread_tokens -= len(message.prompt_ids)
+                self._submit(message, front_end, now)
                 continue
             sequence = self.scheduler.find((front_end, message.sequence_id))
             if sequence is None:
@@ -262,6 +271,19 @@ class Engine:
                     ended = self.scheduler.end(sequence, "stop", now, output=at)
             self._deliver(front_end, TokenBatch(self._step, [], [], [ended]))
             self._observer.sequence_ended(sequence, ended, now)
+
+    def _submit(self, message: Submit, front_end: int, now: float) -> None:
+        """Queue it, unless the queue is full: front ends have looked, but may not have known of each other."""
+        waiting = self.scheduler.sequences.waiting
+        queue = QueueState(len(waiting), waiting.prompt_tokens, self.queue.wait_s)
+        try:
+            self.limits.check_queue(queue, 1 + len(message.siblings), len(message.prompt_ids))
+        except QueueFull as full:
+            ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+            refused = [Ended(id_, "error", str(full), full.retry_after_s) for id_ in ids]
+            self._deliver(front_end, TokenBatch(self._step, [], [], refused))
+        else:
+            self.scheduler.submit(message, front_end, now)
 
     def open_requests(self, owner: str) -> list[OpenRequest]:
         """The requests of an owner that have not ended, oldest first."""
@@ -315,9 +337,11 @@ class Engine:
         return self._state
 
     @property
-    def waiting(self) -> int:
-        """Sequences in the queue, with those whose messages have not been read."""
-        return len(self.scheduler.sequences.waiting) + self._unread_submits
+    def queue(self) -> QueueState:
+        """What waits, with what has not been read yet."""
+        waiting = self.scheduler.sequences.waiting
+        requests, tokens = len(waiting) + self._unread, waiting.prompt_tokens + self._unread_tokens
+        return QueueState(requests, tokens, self._queue_wait.seconds(requests, tokens))
 
     @property
     def is_alive(self) -> bool:
@@ -367,7 +391,7 @@ class Engine:
             uptime_s=self._clock() - self._started_s,
             running=len(self.scheduler.sequences.running),
             swapped=len(self.scheduler.sequences.swapped),
-            waiting=self.waiting,
+            queue=self.queue,
             preemptions=self.scheduler.preemptions,
             memory=memory.information(),
             counters=memory.counters(),

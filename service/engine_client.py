@@ -125,6 +125,7 @@ class Ended(msgspec.Struct, frozen=True):
     sequence_id: int
     reason: EndReason
     message: str = ""  # for reason "error": what to tell the client
+    retry_after_s: int | None = None  # it has never begun, because the queue is full: when to try again
     end_token: int = -1  # the end id that was sampled, for reason "stop"
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -165,11 +166,12 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_model_len: int  # prompt + output of one Sequence
     max_request_tokens: int  # of one request, its beams together, that the whole KV pool can hold
-    max_waiting: int  # Sequences in the queue; more are refused with QueueFull
+    max_queue_requests: int  # choices that may wait; more are refused with QueueFull
     vocabulary: int  # ids a prompt may use: 0 ... vocabulary - 1
     max_running: int = 1 << 30  # Sequences that run at once: a beam search takes a place for each beam
     tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
     rated_tenants: frozenset[str] = frozenset()  # whose requests must Enter (questions.py)
+    max_queue_tokens: int | None = None  # of prompts that wait, if others wait too; None: as many as come
 
     def pool_tokens(self, tenant: str) -> int:
         """Tokens of one request of `tenant`, its beams together, that can be held."""
@@ -198,6 +200,29 @@ class Limits(msgspec.Struct, frozen=True):
                 param="max_tokens",
             )
 
+    def check_queue(self, queue: "QueueState", choices: int, prompt_tokens: int) -> None:
+        """Raises QueueFull if so much more may not wait. Who would wait alone is not refused for its tokens."""
+        waiting = f"A place in the queue takes about {queue.wait_s} s to come free: try again then."
+        if queue.requests + choices > self.max_queue_requests:
+            words = f"{queue.requests} requests are waiting, the limit is {self.max_queue_requests}. {waiting}"
+            raise QueueFull(words, retry_after_s=queue.wait_s)
+        most = self.max_queue_tokens
+        if most is not None and queue.requests and queue.tokens + prompt_tokens > most:
+            words = f"Requests with {queue.tokens} prompt tokens are waiting, the limit is {most}. {waiting}"
+            raise QueueFull(words, retry_after_s=queue.wait_s, reason="queue_tokens")
+
+
+class QueueState(msgspec.Struct, frozen=True, array_like=True):
+    """What waits for its turn, also what the engine has not read yet."""
+
+    requests: int = 0  # each choice counts
+    tokens: int = 0  # of their prompts; choices of one prompt share it
+    wait_s: int = 1  # until all of it runs, by how fast others have left the queue lately (queue_wait.py)
+
+    def with_more(self, requests: int, tokens: int) -> "QueueState":
+        """And what is on its way."""
+        return QueueState(self.requests + requests, self.tokens + tokens, self.wait_s)
+
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
     """The engine between two steps."""
@@ -207,7 +232,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     uptime_s: float
     running: int
     swapped: int
-    waiting: int
+    queue: QueueState
     preemptions: int
     memory: MemoryInformation
     counters: EventCounters
@@ -247,7 +272,7 @@ class EnginePort(Protocol):
     @property
     def is_alive(self) -> bool: ...
     @property
-    def waiting(self) -> int: ...
+    def queue(self) -> QueueState: ...
     def post(self, front_end: int, message: Message) -> None: ...
 
 
@@ -291,8 +316,11 @@ class EngineClient:
         self._last_id += 1
         return self._last_id
 
-    def check_admission(self, sequences: int) -> None:
-        """Raise Loading, Draining, EngineDead or QueueFull if `sequences` more would not be admitted now."""
+    def check_admission(self, choices: int, prompt_tokens: int = 0) -> None:
+        """Raise Loading, Draining, EngineDead or QueueFull if so much more would not be admitted now.
+
+        By what was heard of the queue last, so the engine may still refuse (Ended.retry_after_s).
+        """
         match self.state:
             case "loading":
                 raise Loading("the model is loading")
@@ -300,9 +328,7 @@ class EngineClient:
                 raise Draining("the server is about to stop")
             case "dead":
                 raise EngineDead("the engine has stopped")
-        waiting, limit = self._engine.waiting, self.limits.max_waiting
-        if waiting + sequences > limit:
-            raise QueueFull(f"{waiting} requests are waiting, the limit is {limit}: try again later", retry_after_s=1)
+        self.limits.check_queue(self._engine.queue, choices, prompt_tokens)
 
     def submit(self, message: Submit, *sinks: TokenSink) -> None:
         """Start a Sequence and its siblings; their tokens go to `sinks`, one each in this order, until they end.
@@ -310,7 +336,7 @@ class EngineClient:
         Raises BadRequest for one that can never fit, and what `check_admission` raises.
         """
         self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
-        self.check_admission(len(sinks))
+        self.check_admission(len(sinks), len(message.prompt_ids))
         ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
         self._sinks.update(zip(ids, sinks, strict=True))
         self._engine.post(self._front_end, message)

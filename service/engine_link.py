@@ -23,6 +23,7 @@ from service.engine_client import (
     Finish,
     Limits,
     Message,
+    QueueState,
     Submit,
     TokenBatch,
 )
@@ -73,8 +74,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
     state: EngineState
     is_alive: bool
-    waiting: int  # Sequences in the queue
-    taken: int  # Sequences that this front end has submitted, as far as they have arrived
+    queue: QueueState
+    taken: int  # choices that this front end has submitted, as far as they have arrived
+    taken_tokens: int  # of their prompts
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -243,13 +245,13 @@ class EngineLink:
 
     def __init__(self, send: Callable[..., None], *, silence_s: float, clock: Callable[[], float]) -> None:
         """send(*messages) puts them on the way. clock: seconds."""
-        self.limits = Limits(max_model_len=1, max_request_tokens=1, max_waiting=0, vocabulary=1)  # until `serve`
+        self.limits = Limits(max_model_len=1, max_request_tokens=1, max_queue_requests=0, vocabulary=1)  # until `serve`
         self._send = send
         self._silence_s = silence_s
         self._clock = clock
-        self._status = Status("loading", is_alive=True, waiting=0, taken=0)
+        self._status = Status("loading", is_alive=True, queue=QueueState(), taken=0, taken_tokens=0)
         self._heard_s = clock()
-        self._sent = 0  # Sequences submitted
+        self._sent = self._sent_tokens = 0  # choices submitted, and tokens of their prompts
         self._asked: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         self._last_number = 0
 
@@ -266,13 +268,15 @@ class EngineLink:
         return self._status.is_alive and self._clock() - self._heard_s < self._silence_s
 
     @property
-    def waiting(self) -> int:
-        """Sequences in the queue when last heard of, and those that were on their way then."""
-        return self._status.waiting + self._sent - self._status.taken
+    def queue(self) -> QueueState:
+        """As last heard of, with what was on its way then. What other front ends have sent since is not known."""
+        status = self._status
+        return status.queue.with_more(self._sent - status.taken, self._sent_tokens - status.taken_tokens)
 
     def post(self, front_end: int, message: Message) -> None:
         if isinstance(message, Submit):
             self._sent += 1 + len(message.siblings)
+            self._sent_tokens += len(message.prompt_ids)
         self._send(message)
 
     async def ask(self, question: Question[A]) -> A:

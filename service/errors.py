@@ -25,7 +25,7 @@ characters long and echoes at most 200 characters of the client's input (`quoted
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -153,15 +153,19 @@ class ExpectationFailed(PagewalkError):
     type = "ExpectationFailed"
 
 
+RefusalReason = Literal["queue_requests", "queue_tokens", "open_requests", "rate_limit"]
+
+
 class QueueFull(PagewalkError):
-    """As many requests wait as may wait."""
+    """As many requests wait as may wait. `reason` says which bound was met, for the counters."""
 
     status = 429
     type = "RateLimitError"
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 1, reason: RefusalReason = "queue_requests") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason: RefusalReason = reason
 
     @property
     def headers(self) -> dict[str, str]:
@@ -170,6 +174,9 @@ class QueueFull(PagewalkError):
 
 class RateLimited(QueueFull):
     """As many requests or tokens as the tenant may have, now or this minute."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, reason="rate_limit")
 
 
 class InternalError(PagewalkError):

@@ -17,7 +17,7 @@ from aiohttp import web
 from service.auth import KeyRing
 from service.decoding import UnknownFields
 from service.engine_client import EngineState
-from service.errors import Draining, EngineDead, Loading, QueueFull, ServiceUnavailable
+from service.errors import Draining, EngineDead, Loading, QueueFull, RefusalReason, ServiceUnavailable
 from service.generation import PromptNumbers
 from service.questions import Answerer, Spend
 from service.served_model import ServedModel
@@ -53,6 +53,10 @@ class HttpMetrics(Protocol):
 
     def http_ended(self, route: str, method: str, status: int) -> None:
         """It was answered, or its client has left (status 499). `route` is a path template: a bounded set."""
+        ...
+
+    def refused(self, reason: RefusalReason) -> None:
+        """It was answered 429."""
         ...
 
     def prompt_ended(self, numbers: PromptNumbers) -> None:
@@ -93,7 +97,7 @@ class FrontEnd:
         limit = self.settings.max_generating
         if limit is not None and self.generating >= limit:
             raise QueueFull(
-                f"{self.generating} requests are open, the limit is {limit}: try again later", retry_after_s=1
+                f"{self.generating} requests are open, the limit is {limit}: try again later", reason="open_requests"
             )
 
     async def spend(self, tenant: str, tokens: int) -> None:

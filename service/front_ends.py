@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from service.engine_client import Cancel, EngineDied, EnginePort, Event, Finish, Submit, TokenBatch
+from service.engine_client import Cancel, EngineDied, EnginePort, Event, Finish, QueueState, Submit, TokenBatch
 from service.engine_link import (
     Answer,
     Ask,
@@ -93,7 +93,7 @@ class Desk:
         self._answers = answers
         self._tell_lost = lost
         self._open: set[int] = set()  # Sequences that have not ended
-        self._taken = 0  # Sequences that have come in
+        self._taken = self._taken_tokens = 0  # choices that have come in, and tokens of their prompts
         self._last_status: Status | None = None
         self._reported = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
@@ -118,8 +118,8 @@ class Desk:
     def status(self) -> Status:
         engine = self._engine()
         if engine is None:
-            return Status("loading", is_alive=True, waiting=0, taken=0)
-        return Status(engine.state, is_alive=engine.is_alive, waiting=engine.waiting, taken=self._taken)
+            return Status("loading", is_alive=True, queue=QueueState(), taken=0, taken_tokens=0)
+        return Status(engine.state, engine.is_alive, engine.queue, self._taken, self._taken_tokens)
 
     def tell_status(self) -> None:
         """Also when nothing has changed: silence would mean that this process is stuck."""
@@ -164,6 +164,7 @@ class Desk:
     def _submit(self, message: Submit, engine: EngineSide) -> None:
         ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
         self._taken += len(ids)
+        self._taken_tokens += len(message.prompt_ids)
         if engine.state == "dead":
             self.link.send(EngineDied("the engine has stopped"))
             return

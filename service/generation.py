@@ -67,7 +67,7 @@ class Generation:
         self._by_stream: dict[TokenStream, Choice] = {}
         self._shows_scores = body.scores_echo  # of the prompt, before anything else
         self._early: list[TokenStream] = []  # with news that come before them
-        model.client.check_admission(len(prompts) * self.choices_per_prompt)
+        model.client.check_admission(len(prompts) * self.choices_per_prompt, self.prompt_tokens)
         try:
             for prompt, max_tokens in zip(prompts, self._budgets, strict=True):
                 self._submit(body, prompt, max_tokens, model)
@@ -150,7 +150,7 @@ class Generation:
     async def next(self) -> list[tuple[Choice, list[Delta]]]:
         """Wait for news of any choice. Empty after `inbox.wake()`, and for news that have no text to send.
 
-        Raises EngineDead, InternalError or ServiceUnavailable.
+        Raises EngineDead, InternalError, QueueFull or ServiceUnavailable.
         """
         return self.read(await self.inbox.next_ready())
 
@@ -271,7 +271,7 @@ def _check_together(body: GenerationBody, budgets: Sequence[int], limits: Limits
     if body.beams is not None and body.beams > limits.max_running:
         message = f"This server runs {limits.max_running} beams at once, got {body.beams}."
         raise BadRequest(message, param="n" if body.beam_width is None else "beam_width")
-    choices, most = len(budgets) * body.choices_per_prompt, limits.max_waiting
+    choices, most = len(budgets) * body.choices_per_prompt, limits.max_queue_requests
     if choices > max(1, most):
         message = (
             f"This server takes at most {most} choices at once, got {choices}: {len(budgets)} prompts, n = {body.n}."

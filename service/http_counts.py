@@ -9,9 +9,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import get_args
 
 import msgspec
 
+from service.errors import RefusalReason
 from service.generation import PromptNumbers
 from service.histogram import Histogram, token_bounds
 
@@ -30,6 +32,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     cached_tokens: int = 0
     histograms: dict[str, tuple[list[int], float]] = {}  # name -> counts per bucket, sum
     cpu_s: float = 0.0  # of the process
+    refused: dict[RefusalReason, int] = {}
 
 
 class HttpCounts:
@@ -37,6 +40,7 @@ class HttpCounts:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.refusals: Counter[RefusalReason] = Counter(dict.fromkeys(get_args(RefusalReason), 0))
         self.inflight = self.prompt_tokens = self.cached_tokens = 0
         self.cpu_s = 0.0  # of front ends that are processes of their own
         self.histograms = {"choices": Histogram((1, 2, 5, 10, 20)), "loop_lag_s": Histogram(LOOP_LAG_S)}
@@ -54,6 +58,9 @@ class HttpCounts:
     def http_ended(self, route: str, method: str, status: int) -> None:
         self.inflight -= 1
         self.requests[route, method if method in METHODS else "other", str(status)] += 1
+
+    def refused(self, reason: RefusalReason) -> None:
+        self.refusals[reason] += 1
 
     def prompt_ended(self, numbers: PromptNumbers) -> None:
         """What counts once for a prompt, however many choices it has. Only once a model is there."""
@@ -84,12 +91,14 @@ class HttpCounts:
             cached_tokens=self.cached_tokens,
             histograms={name: (each.counts, each.sum) for name, each in self.histograms.items()},
             cpu_s=time.process_time(),
+            refused=dict(self.refusals),
         )
 
     def add(self, report: Report, *, is_over: bool = False) -> None:
         """Add the totals of another front end. is_over: it has ended, and what it had open with it."""
         for route, method, status, count in report.requests:
             self.requests[route, method, status] += count
+        self.refusals.update(report.refused)
         self.inflight += 0 if is_over else report.inflight
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens

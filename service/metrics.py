@@ -177,6 +177,12 @@ class Metrics(Collector):
         for labels, count in sorted(http.requests.items()):
             requests.add_metric(labels, count)
         yield requests
+        refusals = CounterMetricFamily(
+            "pagewalk_refusals", "Requests answered 429, by the bound met", labels=["reason"]
+        )
+        for reason, count in http.refusals.items():
+            refusals.add_metric([reason], count)
+        yield refusals
         yield GaugeMetricFamily("pagewalk_http_inflight", "Requests that are being answered", http.inflight)
         lag = HistogramMetricFamily(
             "pagewalk_event_loop_lag_seconds", "How late the event loop gets to what is due", labels=[]
@@ -192,6 +198,10 @@ class Metrics(Collector):
         engine = GaugeMetricFamily("pagewalk_engine_info", "What computes, and in what", labels=list(facts.engine))
         engine.add_metric(list(facts.engine.values()), 1)
         yield engine
+        queue = snapshot.queue
+        yield GaugeMetricFamily("pagewalk_queue_tokens", "Prompt tokens of requests that wait", queue.tokens)
+        wait = "Until all run that wait, by how fast others have left the queue lately; 120 at most"
+        yield GaugeMetricFamily("pagewalk_queue_wait_seconds", wait, queue.wait_s)
         frames = GaugeMetricFamily("pagewalk_kv_frames", "Page frames by state", labels=["state"])
         frames.add_metric(["free"], memory.free_frames)
         frames.add_metric(["cached"], memory.cached_frames)
@@ -241,7 +251,7 @@ class Metrics(Collector):
     def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot, http: HttpCounts) -> Iterator[Metric]:
         keys, values = list(facts.labels), list(facts.labels.values())
         memory, counters = snapshot.memory, snapshot.counters
-        waiting = snapshot.waiting + snapshot.swapped
+        waiting = snapshot.queue.requests + snapshot.swapped
         gauges = {
             "num_requests_running": ("Sequences that run", float(snapshot.running)),
             "num_requests_waiting": ("Sequences that wait, in the queue or in swap", float(waiting)),

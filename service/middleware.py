@@ -26,6 +26,7 @@ from service.errors import (
     PagewalkError,
     PayloadTooLarge,
     PermissionDenied,
+    QueueFull,
     ServiceUnavailable,
     anthropic_body,
     quoted,
@@ -161,6 +162,8 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
                 return await handler(request), None
         return await handler(request), None
     except PagewalkError as error:
+        if isinstance(error, QueueFull):
+            request.app[FRONT_END].metrics.refused(error.reason)
         return error_response(error, request), str(error)
     except web.HTTPException as error:
         refusal = from_http_exception(error, request)

@@ -53,6 +53,7 @@ class Sequence:
     prompt_logprobs: int = -1  # likeliest tokens to report at each place of the prompt; -1: nothing is reported
     deadline_s: float | None = None  # then it ends with what it has
     family: Family | None = None  # whose pages it may share by a fork
+    is_sibling: bool = False  # its prompt came with another choice
     group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
 
     # written by the scheduler
@@ -105,6 +106,11 @@ class Sequence:
         return self.scores_due < self.prompt_tokens
 
     @property
+    def queue_tokens(self) -> int:
+        """What it adds to the prompt tokens in the queue: a prompt counts once, with the first choice."""
+        return 0 if self.is_sibling else self.prompt_tokens
+
+    @property
     def limit(self) -> int:
         """Tokens, prompt and output, at which it ends."""
         return self.prompt_tokens + self.max_tokens
@@ -128,6 +134,7 @@ def choices_of(message: Submit, front_end: int, now: float) -> list[Sequence]:
                 first,
                 sequence_id=sibling.sequence_id,
                 sampling=msgspec.structs.replace(first.sampling, seed=sibling.seed),
+                is_sibling=True,
                 prompt_logprobs=-1,
                 scores_due=first.prompt_tokens,
             )

@@ -18,6 +18,7 @@ import numpy as np
 
 from mm import AddressSpace, MemoryManager, Miss, MissReason, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
 from service.engine_client import Ended, EndReason, MissInfo
+from service.queue_wait import Admissions
 from service.request import Key, Sequence, State
 from service.rows import RunningRows
 from service.waiting import WaitingQueue
@@ -35,6 +36,7 @@ class Sequences:
         self.running_by_tenant: Counter[str] = Counter()
         self.changes = 0  # grows whenever a row is taken, given up, or stops running
         self.preemptions = 0
+        self.admissions = Admissions()
         self.entered: list[Sequence] = []  # whose sampling parameters no plan has carried yet
         self.swap_orders: list[SwapOrders] = []  # given by mm, not handed to the executor yet
         self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
@@ -89,7 +91,7 @@ class Sequences:
         )
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
-            sequence.admitted_s = now
+            self._note_admission(sequence, now)
             sequence.cached_tokens = space.length
             miss = Miss(MissReason.DISABLED, 0) if match is None else match.miss
             sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s)
@@ -106,7 +108,7 @@ class Sequences:
         space = self._fork_space(relative, length, promises=sequence.group is None)
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
-            sequence.admitted_s = now
+            self._note_admission(sequence, now)
         self._take_row(sequence, space)
 
     def split(self, beam: Sequence, sequence_id: int) -> Sequence:
@@ -224,6 +226,11 @@ class Sequences:
         return "length" if len(sequence.tokens) == sequence.limit else None
 
     # --- inside
+
+    def _note_admission(self, sequence: Sequence, now: float) -> None:
+        sequence.admitted_s = now
+        self.admissions.requests += 1
+        self.admissions.tokens += sequence.queue_tokens
 
     def _take_row(self, sequence: Sequence, space: AddressSpace) -> None:
         """-> RUNNING in a new address space, which holds the beginning of its tokens."""

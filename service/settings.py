@@ -202,11 +202,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "them, where that pays; off: by each alone. Results are the same but for rounding",
         ),
     ] = "auto"
-    max_waiting: Annotated[
-        int,
-        Meta(ge=0),
-        About("Batching", "requests that may wait for their turn; more are answered 429", "N"),
+    max_queue_requests: Annotated[
+        Positive,
+        About("Batching", "requests that may wait for their turn, each choice counted; more are answered 429", "N"),
     ] = 4096
+    max_queue_tokens: Annotated[
+        Positive | None,
+        About("Batching", "prompt tokens that may wait, of several requests; more are answered 429", "TOKENS"),
+    ] = None
 
     host: Annotated[Text, About("HTTP", "address to listen on; 0.0.0.0 is all", "ADDRESS")] = "127.0.0.1"
     port: Annotated[Port, About("HTTP", "port to listen on; 0 picks a free one")] = 8000

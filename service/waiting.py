@@ -19,6 +19,7 @@ class WaitingQueue:
         self._by_tenant: dict[str, OrderedDict[Key, Sequence]] = {}  # none is empty
         self._tenants: dict[Key, str] = {}
         self._first = self._last = 0  # places taken so far, at either end
+        self.prompt_tokens = 0  # of all; choices of one prompt share it
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -40,6 +41,7 @@ class WaitingQueue:
         self._last += 1
         sequence.place = self._last
         self._tenants[sequence.key] = sequence.tenant
+        self.prompt_tokens += sequence.queue_tokens
         self._by_tenant.setdefault(sequence.tenant, OrderedDict())[sequence.key] = sequence
 
     def put_first(self, sequence: Sequence) -> None:
@@ -54,6 +56,7 @@ class WaitingQueue:
         tenant = self._tenants.pop(sequence.key)
         queue = self._by_tenant[tenant]
         del queue[sequence.key]
+        self.prompt_tokens -= sequence.queue_tokens
         if not queue:
             del self._by_tenant[tenant]
 

@@ -24,6 +24,7 @@ from service.engine_client import (
     Limits,
     Message,
     PromptScores,
+    QueueState,
     Scores,
     Sibling,
     Submit,
@@ -83,12 +84,14 @@ class House:
 
 @asynccontextmanager
 async def running(
-    *, frames: int = 64, rows: int = 4, max_waiting: int = 100, is_open: bool = True
+    *, frames: int = 64, rows: int = 4, max_queue_requests: int = 100, is_open: bool = True
 ) -> AsyncIterator[House]:
     memory = MemoryManager(frames=frames, max_rows=rows, max_pages=100, page_size=4)
     scheduler = Scheduler(memory, SchedulerSettings(max_running=rows, max_batched_tokens=16, max_length=400))
     executor, counter, clock = SimulatedExecutor(memory), Counter(), FakeClock()
-    limits = Limits(max_model_len=400, max_request_tokens=memory.max_tokens, max_waiting=max_waiting, vocabulary=50)
+    limits = Limits(
+        max_model_len=400, max_request_tokens=memory.max_tokens, max_queue_requests=max_queue_requests, vocabulary=50
+    )
     engine = Engine(scheduler, executor, limits, counter, step_timeout_s=60.0, clock=clock)
     client = EngineClient(engine)
     engine.connect(0, client)
@@ -146,10 +149,10 @@ async def submit_choices(
 async def test_every_choice_has_its_own_stream_and_counts_in_the_queue() -> None:
     async with running() as house:
         streams, _ = await submit_choices(house, [1, 2, 3], 9, 5)
-        assert house.engine.waiting == 5
+        assert house.engine.queue == QueueState(5, 3)
         for tokens, ended in await asyncio.gather(*map(read, streams)):
             assert (tokens, ended.reason) == (expected_output([1, 2, 3], 9), "length")
-        assert house.engine.waiting == 0
+        assert house.engine.queue == QueueState()
         assert len(house.counter.ended) == 5
 
 
@@ -247,7 +250,7 @@ async def test_messages_for_what_has_ended_change_nothing() -> None:
 
 
 async def test_admission_is_refused_by_state_and_by_the_queues_length() -> None:
-    async with running(is_open=False, rows=1, max_waiting=3) as house:
+    async with running(is_open=False, rows=1, max_queue_requests=3) as house:
         with pytest.raises(Loading):
             house.start([1], 1)
         house.engine.open()
@@ -261,6 +264,25 @@ async def test_admission_is_refused_by_state_and_by_the_queues_length() -> None:
         house.engine.drain()
         with pytest.raises(Draining):
             house.start([1], 1)
+
+
+async def test_the_engine_refuses_what_front_ends_let_past_the_bound_together() -> None:
+    """Each has looked before it sent, none knew of the other: the second one's is refused, and holds nothing."""
+    async with running(rows=1, max_queue_requests=2) as house:
+        other = EngineClient(house.engine, front_end=7)
+        house.engine.connect(7, other)
+        first, second = TokenStream(), TokenStream()
+        sampling = SamplingParameters(temperature=0.0)
+        house.engine.post(0, Submit(1, "a", [1, 2], 5, sampling, [], siblings=[Sibling(2, 0)]))
+        other._sinks[1] = second
+        house.engine.post(7, Submit(1, "b", [1, 2], 5, sampling, []))
+        tokens, ended = await read(second)
+        assert (tokens, ended.reason, ended.retry_after_s) == ([], "error", 1)
+        assert "2 requests are waiting, the limit is 2" in ended.message
+        await house.engine.drained()
+        assert len(house.counter.ended) == 2, "what was refused has never been"
+        assert first is not None
+        assert house.free_frames == 64
 
 
 async def test_a_drained_engine_has_finished_what_it_had() -> None:
@@ -328,7 +350,7 @@ async def test_the_next_step_is_submitted_before_the_last_one_is_done() -> None:
 
 async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
     """C10 inside: streams closed at every stage, while queued, prefilling, decoding, preempted."""
-    async with running(frames=30, rows=4, max_waiting=1000) as house:
+    async with running(frames=30, rows=4, max_queue_requests=1000) as house:
         for i in range(200):
             stream = house.start([i % 50] * (1 + i % 23), 1 + (i * 7) % 60)
             for _ in range(i % 5):

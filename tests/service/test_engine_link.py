@@ -20,6 +20,7 @@ from service.engine_client import (
     Finish,
     Limits,
     Message,
+    QueueState,
     Scores,
     Sibling,
     Submit,
@@ -53,7 +54,7 @@ from service.questions import Answers, CountGenerating, MetricsText, RenderMetri
 from service.served_model import ModelFacts, TokenizerFiles
 
 LIMITS = Limits(
-    max_model_len=100, max_request_tokens=100, max_waiting=10, vocabulary=50, tenant_request_tokens={"a": 5}
+    max_model_len=100, max_request_tokens=100, max_queue_requests=10, vocabulary=50, tenant_request_tokens={"a": 5}
 )
 FACTS = ModelFacts(("tiny",), "/models/tiny", 1, (2,), SamplingParameters(), "float32", 7)
 
@@ -74,7 +75,7 @@ TO_FRONT_END = [
         60.0,
     ),
     Serve(FACTS, TokenizerFiles("/models/tiny", None, 50), LIMITS),
-    Status("draining", is_alive=False, waiting=3, taken=9),
+    Status("draining", is_alive=False, queue=QueueState(3, 30, 2), taken=9, taken_tokens=90),
     TokenBatch(1, [1, 2], [3, 4], [Ended(2, "stop", end_token=4)], {0: Scores(-0.5, 1, [3], [-0.5])}),
     EngineDied("gone"),
     Answer(1, b"\x01"),
@@ -157,11 +158,13 @@ def engine_link_of(sent: list[Any], clock: Clock) -> EngineLink:
 def test_what_is_on_its_way_counts_as_waiting() -> None:
     """The limit of the queue holds although the engine is heard of once a step."""
     link = engine_link_of([], Clock())
-    link.hear(Status("ready", is_alive=True, waiting=4, taken=0))
-    link.post(0, submit(siblings=2))
-    assert link.waiting == 7
-    link.hear(Status("ready", is_alive=True, waiting=2, taken=3))
-    assert link.waiting == 2
+    message = submit(siblings=2)
+    tokens = len(message.prompt_ids)
+    link.hear(Status("ready", is_alive=True, queue=QueueState(4, 40, 9), taken=0, taken_tokens=0))
+    link.post(0, message)
+    assert link.queue == QueueState(7, 40 + tokens, 9)
+    link.hear(Status("ready", is_alive=True, queue=QueueState(2, 20, 8), taken=3, taken_tokens=tokens))
+    assert link.queue == QueueState(2, 20, 8)
 
 
 def test_silence_is_no_life() -> None:
@@ -172,9 +175,9 @@ def test_silence_is_no_life() -> None:
     assert link.is_alive
     clock.now += 1
     assert not link.is_alive
-    link.hear(Status("ready", is_alive=True, waiting=0, taken=0))
+    link.hear(Status("ready", is_alive=True, queue=QueueState(), taken=0, taken_tokens=0))
     assert link.is_alive
-    link.hear(Status("ready", is_alive=False, waiting=0, taken=0))
+    link.hear(Status("ready", is_alive=False, queue=QueueState(), taken=0, taken_tokens=0))
     assert not link.is_alive
 
 
@@ -235,7 +238,7 @@ class NotedEngine:
     limits: Limits = LIMITS
     state: EngineState = "ready"
     is_alive: bool = True
-    waiting: int = 0
+    queue: QueueState = field(default_factory=QueueState)
     posted: list[Message] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
 
@@ -323,10 +326,11 @@ async def test_a_step_is_one_message_and_a_changed_state_goes_with_it(ends: Ends
     batch = TokenBatch(1, [1], [2])
     ends.desk.deliver(batch)
     ends.desk.deliver(batch)
-    ends.engine.waiting = 5
+    ends.engine.queue = QueueState(5, 50, 2)
     ends.desk.deliver(batch)
-    ready = Status("ready", is_alive=True, waiting=0, taken=0)
-    assert await ends.read(5) == [batch, ready, batch, batch, msgspec.structs.replace(ready, waiting=5)]
+    ready = Status("ready", is_alive=True, queue=QueueState(), taken=0, taken_tokens=0)
+    longer = msgspec.structs.replace(ready, queue=QueueState(5, 50, 2))
+    assert await ends.read(5) == [batch, ready, batch, batch, longer]
 
 
 async def test_what_is_submitted_to_a_dead_engine_fails(ends: Ends) -> None:

@@ -9,7 +9,7 @@ from http_events import ends, joined
 from http_house import Server, Start, says
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service.engine_client import BeamSearch, Submit
+from service.engine_client import BeamSearch, QueueState, Submit
 from service.generation import PromptNumbers
 from service.sampling import sibling_seed
 
@@ -114,9 +114,9 @@ async def test_numbers_of_a_request_with_several_choices(server: Server) -> None
 
 
 async def test_admission_counts_every_choice(start: Start) -> None:
-    server = await start(limits={"max_waiting": 10})
+    server = await start(limits={"max_queue_requests": 10})
     assert (await server.complete(prompt=["a", "b"], n=5)).status == 200
-    server.engine.extra_waiting = 1
+    server.engine.queue = QueueState(1)
     answer = await server.complete(prompt=["a", "b"], n=5)
     assert (answer.status, answer.error["type"]) == (429, "RateLimitError")
     answer = await server.complete(prompt=["a", "b"], n=6)

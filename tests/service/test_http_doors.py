@@ -8,6 +8,7 @@ import pytest
 from http_house import Server, Start
 
 from service.api import ADMIN_ROUTES, ROUTES, make_admin_app, make_app
+from service.engine_client import QueueState
 
 OPEN = {"/live", "/health", "/ready", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs"}
 """The routes that the API marks as open, written down here again on purpose."""
@@ -420,15 +421,37 @@ async def test_when_the_engine_is_stuck(server: Server) -> None:
 
 async def test_when_the_queue_is_full(start: Start) -> None:
     """429 with Retry-After, all prompts of a request or none."""
-    server = await start(limits={"max_waiting": 3}, engine={"is_manual": True})
-    server.engine.extra_waiting = 2
+    server = await start(limits={"max_queue_requests": 3}, engine={"is_manual": True})
+    server.engine.queue = QueueState(2, 10, 7)
     assert (await server.get("/ready")).status == 200
     answer = await server.complete(prompt=["a", "b"])
     assert (answer.status, answer.error["type"]) == (429, "RateLimitError")
-    assert answer.headers["Retry-After"] == "1"
+    assert answer.headers["Retry-After"] == "7", "what the queue takes"
     assert server.engine.submitted == []
-    server.engine.extra_waiting = 3
+    server.engine.queue = QueueState(3)
     assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 503}
+
+
+async def test_when_too_many_prompt_tokens_wait(start: Start) -> None:
+    """The bound is on what waits together: a long prompt that would wait alone is let in."""
+    server = await start(limits={"max_queue_tokens": 10})
+    server.engine.queue = QueueState(1, 8, 30)
+    answer = await server.complete(prompt=[5, 6, 7])
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "30")
+    assert "8 prompt tokens are waiting, the limit is 10" in answer.error["message"]
+    assert (await server.complete(prompt=[5, 6])).status == 200
+    server.engine.queue = QueueState()
+    assert (await server.complete(prompt=[5] * 20)).status == 200
+    assert server.metrics.refusals == {"queue_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_when_the_engine_finds_the_queue_full_after_all(start: Start, stream: bool) -> None:
+    """Front ends do not know what others have sent since they heard of the queue: the engine's word is final."""
+    server = await start(engine={"refuses_after_s": 9})
+    answer = await server.complete(n=2, stream=stream)
+    assert (answer.status, answer.headers["Retry-After"], answer.error["type"]) == (429, "9", "RateLimitError")
+    assert server.metrics.refusals == {"queue_requests": 1}
 
 
 async def test_load_counts_requests_that_generate(start: Start) -> None:

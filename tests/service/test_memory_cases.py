@@ -234,7 +234,7 @@ async def test_c16_the_books_balance_whenever_the_server_is_idle(open_house: Ope
             for _, writer in leavers:
                 writer.close()
             await asyncio.gather(*asked)
-            while house.engine.scheduler.has_work or house.engine.waiting:  # noqa: ASYNC110 - nothing announces it
+            while house.engine.scheduler.has_work or house.engine.queue.requests:  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.001)
             facts = await house.meminfo()
             assert facts["free"] + facts["cached"] + facts["copying"] == facts["total"] == 14

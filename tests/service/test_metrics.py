@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mm import EventCounters, MemoryInformation, Pressure, Stall
 from service.engine import StepReport
-from service.engine_client import Ended, EngineSnapshot
+from service.engine_client import Ended, EngineSnapshot, QueueState
 from service.generation import PromptNumbers
 from service.histogram import Histogram
 from service.metrics import TOKEN_GAP_S, Metrics, ServedFacts
@@ -69,7 +69,7 @@ def served(**changes: Any) -> ServedFacts:
         uptime_s=1.0,
         running=3,
         swapped=4,
-        waiting=2,
+        queue=QueueState(2, 30, 4),
         preemptions=7,
         memory=MEMORY,
         counters=COUNTERS,
@@ -158,6 +158,7 @@ def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
     assert found["vllm:num_requests_running"] == 3
     assert found["vllm:num_requests_waiting"] == 6, "those whose memory is in swap wait as well"
     assert found["vllm:num_requests_waiting_by_reason[('reason', 'capacity')]"] == 6
+    assert (found["pagewalk_queue_tokens"], found["pagewalk_queue_wait_seconds"]) == (30, 4)
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7
     assert found["pagewalk_kv_bytes[('tier', 'host')]"] == (100 + 40) * 1024, (

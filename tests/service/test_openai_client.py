@@ -9,6 +9,8 @@ import openai
 import pytest
 from http_house import Server, Start, says
 
+from service.engine_client import QueueState
+
 MESSAGES: Any = [{"role": "user", "content": "the"}]
 SAID = " quick \U0001fae0 fox"
 
@@ -173,7 +175,7 @@ async def test_errors_become_the_clients_own(start: Start) -> None:
             await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10_000)
         assert caught.value.param == "max_tokens"
         assert caught.value.type == "BadRequestError"
-        server.engine.extra_waiting = 10_000
+        server.engine.queue = QueueState(10_000)
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="tiny", messages=MESSAGES)
 

@@ -33,6 +33,7 @@ class CountingMetrics:
         self.inflight = 0
         self.ended: Counter[tuple[str, str, int]] = Counter()
         self.prompts: list[PromptNumbers] = []
+        self.refusals: Counter[str] = Counter()
 
     def http_started(self) -> None:
         self.inflight += 1
@@ -40,6 +41,9 @@ class CountingMetrics:
     def http_ended(self, route: str, method: str, status: int) -> None:
         self.inflight -= 1
         self.ended[route, method, status] += 1
+
+    def refused(self, reason: str) -> None:
+        self.refusals[reason] += 1
 
     def prompt_ended(self, numbers: PromptNumbers) -> None:
         self.prompts.append(numbers)
@@ -169,7 +173,7 @@ async def running_server(
     is_loaded: bool = True,
 ) -> AsyncIterator[Server]:
     """A server with these changes to the defaults of the tests."""
-    bounds = {"max_model_len": MAX_LENGTH, "max_request_tokens": MAX_LENGTH, "max_waiting": 2000}
+    bounds = {"max_model_len": MAX_LENGTH, "max_request_tokens": MAX_LENGTH, "max_queue_requests": 2000}
     vocabulary = tiny_tokenizer().vocabulary
     scripted = ScriptedEngine(
         **{"limits": Limits(**bounds | {"vocabulary": vocabulary} | (limits or {})), "script": says(" fox")}

@@ -27,6 +27,7 @@ from service.engine_client import (
     OpenRequest,
     OpenSequence,
     PromptScores,
+    QueueState,
     Scores,
     SequenceState,
     Submit,
@@ -75,6 +76,7 @@ class ScriptedEngine:
     choice_script: ChoiceScript | None = None  # in place of `script`
     fail_after: int | None = None  # tokens, then an error
     timeout_after: int | None = None  # tokens, then those that have a timeout_s are out of time
+    refuses_after_s: int | None = None  # Retry-After with which every Submit is refused
     cached_tokens: int = 0
     miss: MissInfo | None = None
     steps: int = 0
@@ -82,22 +84,22 @@ class ScriptedEngine:
     cancelled: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     lines: dict[int, Line] = field(default_factory=dict)
-    extra_waiting: int = 0
+    queue: QueueState = field(default_factory=QueueState)
     rates: RateLimits = field(default_factory=lambda: RateLimits({}, time.monotonic))
 
     def __post_init__(self) -> None:
         self.client = EngineClient(self)
         self._work = asyncio.Event()
 
-    @property
-    def waiting(self) -> int:
-        return self.extra_waiting
-
     def post(self, front_end: int, message: Message) -> None:
         match message:
             case Submit():
                 self.submitted.append(message)
                 ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+                if self.refuses_after_s is not None:
+                    ended = [Ended(id_, "error", "the queue is full", self.refuses_after_s) for id_ in ids]
+                    asyncio.get_running_loop().call_soon(self._deliver, [], [], ended)
+                    return
                 for choice, sequence_id in enumerate(ids):
                     says = self.choice_script(message, choice) if self.choice_script else self.script(message)
                     self.lines[sequence_id] = Line(message, list(says), is_first=choice == 0)
@@ -205,7 +207,7 @@ class ScriptedEngine:
             uptime_s=12.5,
             running=len(self.lines),
             swapped=0,
-            waiting=self.waiting,
+            queue=self.queue,
             preemptions=0,
             memory=MemoryInformation(
                 total_frames=100,

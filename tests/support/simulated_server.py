@@ -21,7 +21,7 @@ def simulated(folder: Path = Path("/nowhere")) -> Loaded:
     memory = MemoryManager(frames=100, max_rows=4, max_pages=32)
     executor = SimulatedExecutor(memory)
     executor.close = lambda: None  # type: ignore[attr-defined]
-    limits = Limits(max_model_len=512, max_request_tokens=512, max_waiting=10, vocabulary=VOCABULARY)
+    limits = Limits(max_model_len=512, max_request_tokens=512, max_queue_requests=10, vocabulary=VOCABULARY)
     scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=64, max_length=512))
     engine = Engine(scheduler, executor, limits, Metrics("x"))
     client = EngineClient(engine)
