@@ -13,6 +13,9 @@ from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, Se
 if TYPE_CHECKING:
     from mm.memory_manager import MemoryManager
 
+OF_FRAMES = (EventKind.ALLOCATE, EventKind.COPY, EventKind.DROP, EventKind.EVICT)
+"""Events whose place is a frame."""
+
 
 def information(memory: "MemoryManager") -> MemoryInformation:
     """Memory in total."""
@@ -61,6 +64,7 @@ def counters(memory: "MemoryManager") -> EventCounters:
         prefix_return=memory.returned_tokens,
         prefix_recover=memory.recovered_tokens,
         evict=memory.shadows.evictions,
+        evict_age_ms=round(1000 * memory.residency.evicted_age_s),
         refault=memory.shadows.refaults,
         direct_reclaim=memory.reclaimer.direct,
         background_reclaim=memory.reclaimer.background,
@@ -133,8 +137,8 @@ def maps(memory: "MemoryManager", row: int) -> list[MappedRun]:
     ]
 
 
-def tenant_memory(memory: "MemoryManager", tenant: int) -> TenantMemory:
-    """One tenant."""
+def tenant_memory(memory: "MemoryManager", tenant: int, now: float) -> TenantMemory:
+    """One tenant, at a time of the engine's clock."""
     tenants = memory.tenants
     return TenantMemory(
         name=tenants.names[tenant],
@@ -144,7 +148,7 @@ def tenant_memory(memory: "MemoryManager", tenant: int) -> TenantMemory:
         swap=int(tenants.swap_usage[tenant]),
         limits=tenants.limits[tenant],
         events=replace(tenants.events[tenant]),
-        pressure=memory.pressure_of(tenants.names[tenant]).read(memory.now),
+        pressure=memory.pressure_of(tenants.names[tenant]).read(now),
     )
 
 
@@ -163,10 +167,35 @@ def working_set(memory: "MemoryManager") -> WorkingSet:
 
 def events(memory: "MemoryManager", last: int, owner: str | None) -> list[Event]:
     """The last events, oldest first; of one owner, if asked for."""
-    found: list[Event] = []
-    for number, now, (step, kind, serial, tenant, place, count) in memory.recorder.last(last):
-        name = memory.tables.name(serial) if serial else ""
-        if owner is None or name == owner:
-            tenant_name = memory.tenants.names[tenant]
-            found.append(Event(number, now, step, EventKind(kind).name.lower(), name, tenant_name, place, count))
-    return found
+    found = [_event(memory, number) for number, _, _ in memory.recorder.last(last)]
+    return [event for event in found if owner is None or event.owner == owner]
+
+
+def find_events(
+    memory: "MemoryManager",
+    most: int,
+    *,
+    after: int = -1,
+    kind: EventKind | None = None,
+    tenant: str | None = None,
+    owner: str | None = None,
+) -> list[Event]:
+    """The last `most` kept events after number `after` that agree with all that is asked for, oldest first."""
+    serials = None if owner is None else np.array(memory.tables.serials_of(owner), np.int64)
+    number = None
+    if tenant is not None:
+        number = memory.tenants.names.index(tenant) if tenant in memory.tenants.names else len(memory.tenants.names)
+    found = memory.recorder.find(after=after, kind=kind, tenant=number, serials=serials)
+    return [_event(memory, each) for each in found[-most:].tolist()]
+
+
+def events_of_frame(memory: "MemoryManager", frame: int, most: int) -> list[Event]:
+    """The last kept events whose place is this frame, oldest first."""
+    found = [memory.recorder.find(kind=kind, place=frame) for kind in OF_FRAMES]
+    return [_event(memory, number) for number in np.sort(np.concatenate(found))[-most:].tolist()]
+
+
+def _event(memory: "MemoryManager", number: int) -> Event:
+    now, (step, kind, serial, tenant, place, count) = memory.recorder.at(number)
+    name = memory.tables.name(serial) if serial else ""
+    return Event(number, now, step, EventKind(kind).name.lower(), name, memory.tenants.names[tenant], place, count)

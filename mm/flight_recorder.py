@@ -76,8 +76,33 @@ class FlightRecorder:
         fields[5, ring] = 1
         self.recorded += count
 
+    def find(
+        self,
+        *,
+        after: int = -1,
+        kind: EventKind | None = None,
+        tenant: int | None = None,
+        place: int | None = None,
+        serials: Int64Array | None = None,
+    ) -> Int64Array:
+        """(N,) numbers of the kept events after number `after` that agree with all that is asked for, in order."""
+        first = max(0, self.recorded - self.capacity, after + 1)
+        numbers = np.arange(first, max(first, self.recorded))
+        places = numbers % self.capacity
+        agrees = np.ones(len(numbers), np.bool_)
+        for field, wanted in ((1, kind), (3, tenant), (4, place)):
+            if wanted is not None:
+                agrees &= self._fields[field, places] == wanted
+        if serials is not None:
+            agrees &= np.isin(self._fields[2, places], serials)
+        return numbers[agrees]
+
+    def at(self, number: int) -> tuple[float, list[int]]:
+        """(time, [step, kind, serial, tenant, place, count]) of a kept event."""
+        place = number % self.capacity
+        return float(self._times[place]), [view[place] for view in self._views]
+
     def last(self, count: int) -> Iterator[tuple[int, float, list[int]]]:
         """(number, time, [step, kind, serial, tenant, place, count]) of the last `count` events, oldest first."""
         for number in range(max(0, self.recorded - min(count, self.capacity)), self.recorded):
-            at = number % self.capacity
-            yield number, float(self._times[at]), [view[at] for view in self._views]
+            yield number, *self.at(number)

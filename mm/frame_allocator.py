@@ -27,6 +27,7 @@ class FrameAllocator:
         self.total = total
         self.allocated = self.freed = 0  # events since the start
         self.mapped = 0  # frames with a reference
+        self.fewest_free = total  # since the start
         self.saved = 0  # references beyond the first of each frame: frames that are not needed, thanks to sharing
         self.references: Int32Array = np.zeros(total, np.int32)  # read by others, written only here
         self.pins: Int32Array = np.zeros(total, np.int32)
@@ -61,6 +62,7 @@ class FrameAllocator:
         frames = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
         self.allocated += count
+        self.fewest_free = min(self.fewest_free, self._free)
         self.references[frames] = references
         self.mapped += count if references else 0
         self._tenants.charge(frames, tenants)

@@ -553,9 +553,10 @@ class MemoryManager:
         """The pages of one address space, in runs of equal kind."""
         return accounting.maps(self, space.row)
 
-    def tenant_memory(self) -> list[TenantMemory]:
-        """Every tenant: use, limits, events, pressure."""
-        return [accounting.tenant_memory(self, tenant) for tenant in range(len(self.tenants.names))]
+    def tenant_memory(self, now: float | None = None) -> list[TenantMemory]:
+        """Every tenant: use, limits, events, pressure (up to `now`; None: up to this turn)."""
+        until = self.now if now is None else now
+        return [accounting.tenant_memory(self, tenant, until) for tenant in range(len(self.tenants.names))]
 
     def working_set(self) -> WorkingSet:
         """Whether memory is large enough for what comes back."""
@@ -564,6 +565,22 @@ class MemoryManager:
     def events(self, last: int = 1_000, owner: str | None = None) -> list[Event]:
         """The last events of memory, oldest first; of one owner, if asked for."""
         return accounting.events(self, last, owner)
+
+    def find_events(
+        self,
+        most: int,
+        *,
+        after: int = -1,
+        kind: EventKind | None = None,
+        tenant: str | None = None,
+        owner: str | None = None,
+    ) -> list[Event]:
+        """The last `most` kept events after number `after` that agree with all that is asked for, oldest first."""
+        return accounting.find_events(self, most, after=after, kind=kind, tenant=tenant, owner=owner)
+
+    def events_of_frame(self, frame: int, most: int) -> list[Event]:
+        """The last kept events whose place is this frame, oldest first."""
+        return accounting.events_of_frame(self, frame, most)
 
     def last_owner(self, frame: int) -> str:
         """Whom a frame was last allocated for; "" if for nobody, or so long ago that the name is forgotten."""

@@ -93,6 +93,10 @@ class PageTables:
         number, owner = self._names[serial % REMEMBERED_OWNERS]
         return owner if number == serial else ""
 
+    def serials_of(self, owner: str) -> list[int]:
+        """The address spaces of an owner, as far as its name is known."""
+        return [serial for serial, name in self._names if serial and name == owner]
+
     def release_row(self, row: Row) -> None:
         """Give a row back. What its entries name must have been released before."""
         self.entries[row, : -(-int(self.lengths[row]) // self.page_size)] = ABSENT

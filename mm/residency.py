@@ -48,6 +48,7 @@ class Residency:
         self.shadows = shadows
         self.tenants = tenants
         self.recorder = recorder
+        self.evicted_age_s = 0.0  # of the pages lost since the start, the time since each was used last, added up
 
     # --- references of page tables and pins
 
@@ -165,6 +166,7 @@ class Residency:
         # What `evict` does, without what does not concern an idle page: this is all that a saturated pool does.
         frame = self.cache.frame[entry]
         self._record(EventKind.EVICT, frame)
+        self.evicted_age_s += now - self.cache.used_s[entry]
         self.lru.leave(entry)
         self.shadows.add(self.cache.remove(entry), now, needed_for)
         self.frames.sealed[frame] = False
@@ -183,6 +185,7 @@ class Residency:
     def evict(self, entry: int, now: float, needed_for: str) -> None:
         """A cached page is lost for want of memory: a shadow is left."""
         self._record(EventKind.EVICT, self.cache.frame[entry])
+        self.evicted_age_s += now - self.cache.used_s[entry]
         self.shadows.add(self.uncache(entry), now, needed_for)
 
     def uncache(self, entry: int) -> bytes:

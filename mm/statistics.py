@@ -49,6 +49,7 @@ class EventCounters:
     prefix_return: int = 0  # tokens looked up for Sequences that came back after preemption, which are no queries
     prefix_recover: int = 0  # of these, tokens that were still cached
     evict: int = 0  # cached pages lost for want of memory
+    evict_age_ms: int = 0  # the time since each of these was used last, added up
     refault: int = 0  # of these, pages computed again while that was remembered
     direct_reclaim: int = 0  # pages that an allocation reclaimed itself
     background_reclaim: int = 0  # pages reclaimed ahead of need

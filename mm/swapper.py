@@ -139,18 +139,18 @@ class Swapper:
 
     def exclusive(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
         """(rows, pages, frames), each (N,): the entries of `rows` whose frame nobody outside them maps or copies."""
-        row_of, page_of, frames = self._resident(rows)
+        row_of, page_of, frames = self.resident(rows)
         _, inverse, held = np.unique(frames, return_inverse=True, return_counts=True)
         mine = (self._frames.references[frames] == held[inverse]) & (self._frames.pins[frames] == 0)
         return row_of[mine], page_of[mine], frames[mine]
 
     def exclusive_to_each(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
         """The same for each row by itself: the entries whose frame no other row maps."""
-        row_of, page_of, frames = self._resident(rows)
+        row_of, page_of, frames = self.resident(rows)
         mine = (self._frames.references[frames] == 1) & (self._frames.pins[frames] == 0)
         return row_of[mine], page_of[mine], frames[mine]
 
-    def _resident(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+    def resident(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
         """(rows, pages, frames), each (N,): the entries of `rows` that name a frame."""
         tables = self._tables
         counts = tables.pages(rows)

@@ -1,31 +1,138 @@
-"""/admin/v1/*: the memory of the server, seen from outside as /proc shows that of a machine.
+"""The handlers of /admin/v1: the server's memory seen from outside, as /proc shows that of a machine.
+
+    GET  ──▶ Look ──▶ engine's process: a view (admin_views.py and its siblings) ──▶ JSON, or text (admin_text.py)
 
 Every answer is one consistent snapshot, taken between two steps of the engine, and starts with `ts`, `step` and
-`uptime_s`. JSON by default; `Accept: text/plain` gives the same facts in the layout of /proc. The unit of memory is the
-frame.
+`uptime_s`. JSON by default; with `Accept: text/plain`, or `.txt` behind the path, the same facts in the layout of
+/proc, and step and time in headers. The unit of memory is the frame. docs/admin.md has them all.
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from service import admin_text
 from service.engine_client import EngineSnapshot
-from service.front_end import FRONT_END
-from service.questions import TakeSnapshot
+from service.errors import BadRequest, NotFound, quoted
+from service.front_end import FRONT_END, FrontEnd
+from service.middleware import Handler
+from service.questions import Look, TakeSnapshot, ViewQuery
 
-Facts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
+MemoryFacts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
+
+SUFFIX = ".txt"
+
+VIEWS: Mapping[str, tuple[str, ...]] = {
+    "vmstat": (),
+    "pressure": (),
+    "pressure/compute": (),
+    "buddyinfo": (),
+    "pools": (),
+    "audit": (),
+    "frames": ("state", "order", "limit", "offset"),
+    "frames/summary": (),
+    "frames/{of}": (),
+    "swaps": (),
+    "page_cache": ("limit", "offset", "prefix_of", "salt", "tenant"),
+    "tenants": (),
+    "tenants/{of}": (),
+    "sequences": ("limit", "offset", "tenant"),
+    "sequences/{of}/status": (),
+    "sequences/{of}/maps": (),
+    "sequences/{of}/smaps": (),
+    "sequences/{of}/pagemap": ("limit", "offset"),
+    "sequences/{of}/trace": ("event", "after", "limit"),
+    "scheduler": ("limit",),
+    "oom_score": (),
+    "misses": ("limit", "tenant"),
+    "trace": ("event", "request", "tenant", "after", "limit"),
+    "steps": ("after", "limit"),
+    "pulse": (),
+}
+"""What can be looked at, and what each takes behind the `?`."""
+
+
+def view(name: str) -> Handler:
+    """GET /admin/v1/{name}. Raises Loading, NotFound, BadRequest."""
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        body = await _look(request, name, _query(request, VIEWS[name]))
+        if not wants_text(request) or name not in admin_text.RENDERERS:
+            return web.Response(body=_with_text(request, name, body), content_type="application/json")
+        facts = msgspec.json.decode(body)
+        headers = {"X-Step": str(facts["step"]), "X-Ts": str(facts["ts"])}
+        return web.Response(text=admin_text.RENDERERS[name](facts), headers=headers)
+
+    return show
+
+
+async def tenant_file(request: web.Request) -> web.Response:
+    """GET /admin/v1/tenants/{of}/{file}: one file of a tenant's cgroup, as the kernel has it."""
+    facts = msgspec.json.decode(await _look(request, "tenants/{of}", _query(request, ())))
+    files, name = admin_text.tenant_files(facts), request.match_info["file"]
+    if name not in files:
+        raise NotFound(f"A tenant has no file {quoted(name)}, but {', '.join(sorted(files))}.")
+    return web.Response(text=files[name])
+
+
+def wants_text(request: web.Request) -> bool:
+    """By the path, or by the Accept header."""
+    return request.path.endswith(SUFFIX) or "text/plain" in request.headers.get("Accept", "")
+
+
+async def _look(request: web.Request, name: str, query: ViewQuery) -> bytes:
+    front_end = request.app[FRONT_END]
+    front_end.loaded()
+    return await front_end.engine.ask(Look(name, request.match_info.get("of", ""), query))
+
+
+def _query(request: web.Request, names: tuple[str, ...]) -> ViewQuery:
+    """What stands behind the `?`, checked. Raises BadRequest."""
+    given = dict(request.query)
+    for name in given:
+        if name not in names:
+            takes = f"takes {', '.join(names)}" if names else "takes nothing"
+            raise BadRequest(f"unknown parameter {quoted(name)}: this view {takes}", param=quoted(name))
+    try:
+        return msgspec.convert(given, ViewQuery, strict=False)
+    except msgspec.ValidationError as error:
+        words, _, path = str(error).partition(" - at `$.")
+        raise BadRequest(f"{quoted(words)} - at `{path}", param=path.rstrip("`") or None) from None
+
+
+def _with_text(request: web.Request, name: str, body: bytes) -> bytes:
+    """Where token ids may be shown at all, their text in their place."""
+    if name != "page_cache" or b'"token_ids"' not in body:
+        return body
+    facts: dict[str, Any] = msgspec.json.decode(body)
+    tokenizer = request.app[FRONT_END].loaded().tokenizer
+    for page in (*facts.get("top", ()), *facts.get("found", ())):
+        page["text"] = tokenizer.decode(page.pop("token_ids"), skip_special_tokens=False)
+    return msgspec.json.encode(facts)
+
+
+# ---------------------------------------------------------------- memory in total
 
 
 async def meminfo(request: web.Request) -> web.Response:
     """GET /admin/v1/meminfo. Raises Loading."""
-    model = request.app[FRONT_END].loaded()
-    snapshot = await request.app[FRONT_END].engine.ask(TakeSnapshot())
-    weights: Facts = {"dtype": (model.dtype, ""), "weights_bytes": (model.weights_bytes, "B")}
-    return _answer(request, _head(snapshot) | _memory(snapshot) | weights)
+    _query(request, ())
+    front_end: FrontEnd = request.app[FRONT_END]
+    model = front_end.loaded()
+    snapshot = await front_end.engine.ask(TakeSnapshot())
+    weights: MemoryFacts = {"dtype": (model.dtype, ""), "weights_bytes": (model.weights_bytes, "B")}
+    facts = _head(snapshot) | _memory(snapshot) | weights
+    if wants_text(request):
+        lines = [f"{name + ':':<18}{value:>16} {unit}".rstrip() + "\n" for name, (value, unit) in facts.items()]
+        return web.Response(text="".join(lines))
+    body = msgspec.json.encode({name: value for name, (value, _) in facts.items()})
+    return web.Response(body=body, content_type="application/json")
 
 
-def _head(snapshot: EngineSnapshot) -> Facts:
+def _head(snapshot: EngineSnapshot) -> MemoryFacts:
     return {
         "ts": (round(time.time(), 3), "s"),
         "step": (snapshot.step, ""),
@@ -33,34 +140,32 @@ def _head(snapshot: EngineSnapshot) -> Facts:
     }
 
 
-def _memory(snapshot: EngineSnapshot) -> Facts:
-    """total = free + cached + active + copying; shared frames are active, saved ones
-    would be in use if nothing were shared, slots are places in the host's memory."""
+def _memory(snapshot: EngineSnapshot) -> MemoryFacts:
+    """total = free + cached + active; of the active frames, nothing but a copy holds the copying ones; saved ones would
+    be in use if nothing were shared, slots are places in the host's memory.
+    """
     memory = snapshot.memory
+    limit = memory.commit_limit
     return {
         "total": (memory.total_frames, "frames"),
         "free": (memory.free_frames, "frames"),
         "cached": (memory.cached_frames, "frames"),
-        "active": (memory.active_frames, "frames"),
+        "active": (memory.active_frames + memory.copying_frames, "frames"),
         "copying": (memory.copying_frames, "frames"),
         "shared": (memory.shared_frames, "frames"),
         "saved": (memory.saved_frames, "frames"),
+        "pinned": (memory.pinned_frames, "frames"),
+        "inactive": (memory.inactive_frames, "frames"),
         "available": (memory.available_frames, "frames"),
+        "committed": (memory.committed_frames, "frames"),
+        "committed_ratio": (round(memory.committed_frames / limit, 4) if limit else 0.0, ""),
         "host_total": (memory.total_slots, "slots"),
         "host_free": (memory.free_slots, "slots"),
         "cached_pages": (memory.cached_pages, "pages"),
-        "references": (memory.references, ""),
+        "references": (memory.references + memory.copying_frames, ""),
         "address_spaces": (memory.rows, ""),
         "tokens": (memory.tokens, "tokens"),
         "unused_tokens": (memory.unused_tokens, "tokens"),
         "page_tokens": (memory.page_size, "tokens"),
         "frame_bytes": (snapshot.frame_bytes, "B"),
     }
-
-
-def _answer(request: web.Request, facts: Facts) -> web.Response:
-    if "text/plain" in request.headers.get("Accept", ""):
-        lines = [f"{name + ':':<18}{value:>16} {unit}".rstrip() + "\n" for name, (value, unit) in facts.items()]
-        return web.Response(text="".join(lines))
-    body = msgspec.json.encode({name: value for name, (value, _) in facts.items()})
-    return web.Response(body=body, content_type="application/json")

@@ -67,6 +67,7 @@ class Admission:
         self._max_running = max_running
         self._prefix_caching = prefix_caching
         self._pace = pace
+        self.stalls = 0  # times that a Sequence began to wait for frames, since the start
         self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
     # --- places and room
@@ -168,10 +169,12 @@ class Admission:
                     break
                 continue  # rule 5
             if room.is_limited and beginning.frames > left:
+                self._note_stall(sequence)
                 sequence.held_at = left
                 passed_by.add(sequence.tenant)
                 continue
             if self._sequences.running and beginning.frames + self._headroom > free:
+                self._note_stall(sequence)
                 sequence.blocked_at = free
                 break
             try:
@@ -180,6 +183,7 @@ class Admission:
                 else:
                     self._sequences.enter(sequence, beginning.match, now)
             except OverCommit:  # strict mode: its whole length cannot be promised beside those of the others
+                self._note_stall(sequence)
                 sequence.blocked_at = free
                 break
             room.take(tenant, beginning.frames)
@@ -191,6 +195,10 @@ class Admission:
                 chunks.append((sequence, count))
                 budget.take(start, count)
         return chunks
+
+    def _note_stall(self, sequence: Sequence) -> None:
+        if sequence.blocked_at < 0 and sequence.held_at < 0:
+            self.stalls += 1
 
     def _keeps_pace_with(self, sequence: Sequence) -> bool:
         """Whether those that run would still get their tokens in time, if this one decoded beside them (rule 11)."""

@@ -187,6 +187,11 @@ async def not_yet(request: web.Request) -> web.Response:
     raise NotImplementedYet(f"{request.method} {quoted(request.path)} is not served by this version.")
 
 
+def _with_suffix(path: str, handler: Handler) -> list[Route]:
+    """A view, and the same as text."""
+    return [("GET", path + admin.SUFFIX, handler, "admin"), ("GET", path, handler, "admin")]
+
+
 ROUTES: list[Route] = [
     ("POST", "/v1/completions", create_completion, "key"),
     ("POST", "/v1/chat/completions", create_chat_completion, "key"),
@@ -214,6 +219,7 @@ ROUTES: list[Route] = [
     ("GET", "/docs", docs, "open"),
 ]
 
-ADMIN_ROUTES: list[Route] = [
-    ("GET", "/admin/v1/meminfo", admin.meminfo, "admin"),
-]
+ADMIN_ROUTES: list[Route] = [*_with_suffix("/admin/v1/meminfo", admin.meminfo)]
+for name in admin.VIEWS:
+    ADMIN_ROUTES += _with_suffix(f"/admin/v1/{name}", admin.view(name))
+ADMIN_ROUTES.append(("GET", "/admin/v1/tenants/{of}/{file}", admin.tenant_file, "admin"))

@@ -44,6 +44,7 @@ from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
 from service.request import Sequence
 from service.scheduler import Scheduler
+from service.step_log import StepEntry, StepLog
 
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
@@ -128,6 +129,7 @@ class Engine:
         self._started_s = self._progress_s = clock()
         self._step = 0
         self._ready_slots = 0
+        self.steps = StepLog()
         self._moving: dict[int, tuple[int, float]] = {}  # swap orders that are under way: pages, begun
 
     # --- the loop
@@ -189,6 +191,7 @@ class Engine:
         if (prefilled := len(step.plan.token_ids) - step.plan.decodes) > step.plan.decodes:
             self.scheduler.memory.costs.observe_prefill(prefilled, now - max(self._progress_s, step.submitted_s))
         self._publish(step.plan.step, committed, now)
+        self._log_step(step, len(committed.tokens), now)
         self._progress_s = now
         self._step = step.plan.step
         self._observer.step_ended(
@@ -202,6 +205,26 @@ class Engine:
                 submit_s=step.submit_s,
                 wait_s=now - began,
                 commit_s=self._clock() - now,
+            )
+        )
+
+    def _log_step(self, step: _InFlight, sampled: int, now: float) -> None:
+        scheduler, memory, plan = self.scheduler, self.scheduler.memory, step.plan
+        self.steps.append(
+            StepEntry(
+                step=plan.step,
+                now=now,
+                seconds=now - max(self._progress_s, step.submitted_s),
+                prefill_tokens=len(plan.token_ids) - plan.decodes,
+                decode_tokens=plan.decodes,
+                sampled_tokens=sampled,
+                batch=len(plan.rows),
+                running=len(scheduler.sequences.running),
+                swapped=len(scheduler.sequences.swapped),
+                waiting=len(scheduler.sequences.waiting),
+                mapped_frames=memory.frames.mapped,
+                free_frames=memory.free_frames,
+                evictions=memory.shadows.evictions,
             )
         )
 
@@ -382,6 +405,25 @@ class Engine:
         for receiver in tuple(self._front_ends.values()):
             receiver.deliver(EngineDied("the engine has stopped because of an internal error"))
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether some have not been read."""
+        return bool(self._inbox)
+
+    @property
+    def now(self) -> float:
+        """By the engine's clock."""
+        return self._clock()
+
+    @property
+    def committed_step(self) -> int:
+        """The last step whose tokens are known."""
+        return self._step
+
+    @property
+    def uptime_s(self) -> float:
+        return self._clock() - self._started_s
+
     def snapshot(self) -> EngineSnapshot:
         """One consistent view, between two steps."""
         memory = self.scheduler.memory
@@ -397,4 +439,6 @@ class Engine:
             counters=memory.counters(),
             pressure=memory.pressure.read(memory.now),
             frame_bytes=self.executor.frame_bytes,
+            stalls=self.scheduler.stalls,
+            oom_ends=self.scheduler.oom_ends,
         )

@@ -238,6 +238,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     counters: EventCounters
     pressure: Pressure
     frame_bytes: int
+    stalls: int = 0  # times that a Sequence began to wait for frames
+    oom_ends: int = 0  # searches that ended for want of memory
 
 
 SequenceState = Literal["queued", "prefill", "decode", "preempted", "swapped"]

@@ -141,6 +141,18 @@ class Metrics(Collector):
         if ended.output_tokens > 1:
             self._per_token_s.observe((now - sequence.first_token_s) / (ended.output_tokens - 1))
 
+    def latencies(self) -> dict[str, object]:
+        """Sums and counts since the start that time lines are drawn from."""
+        gaps, first = self._token_gap_s, self._first_token_s
+        return {
+            "generated_tokens": self._generated_tokens,
+            "ended": sum(self._ended.values()),
+            "ttft_sum_s": first.sum,
+            "ttft_count": sum(first.counts),
+            "itl_sum_s": gaps.sum,
+            "itl_count": sum(gaps.counts),
+        }
+
     # --- what was counted, as text
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -18,7 +18,7 @@ def open_requests(scheduler: Scheduler, unread: Iterable[Submit], owner: str, no
         if sequence.owner == owner:
             age_s = now - sequence.submitted_s
             request = found.setdefault(sequence.request_id, OpenRequest(sequence.request_id, age_s, []))
-            request.sequences.append(_describe(sequence, scheduler))
+            request.sequences.append(describe(sequence, scheduler))
     for message in unread:
         if message.owner == owner:
             request = found.setdefault(message.request_id, OpenRequest(message.request_id, 0.0, []))
@@ -27,7 +27,8 @@ def open_requests(scheduler: Scheduler, unread: Iterable[Submit], owner: str, no
     return list(found.values())
 
 
-def _describe(sequence: Sequence, scheduler: Scheduler) -> OpenSequence:
+def describe(sequence: Sequence, scheduler: Scheduler) -> OpenSequence:
+    """One choice, as far as it has come."""
     known = len(sequence.tokens)
     state: SequenceState
     match sequence.state:

@@ -12,9 +12,10 @@ a question that begins Sequences can carry their ids, whose sinks the front end 
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from service.engine_client import EngineSnapshot, OpenRequest
 from service.errors import Loading
@@ -85,7 +86,57 @@ class AbortRequest(Question[int], frozen=True, tag="abort_request"):
     request_ids: list[str]
 
 
-AnyQuestion = TakeSnapshot | RenderMetrics | CountGenerating | Enter | Spend | Leave | ListRequests | AbortRequest
+class ViewQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What may stand behind the ? of a view; which of it a view takes, admin.py says."""
+
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
+    offset: Annotated[int, Meta(ge=0)] = 0
+    state: str | None = None
+    order: str | None = None
+    request: str | None = None
+    tenant: str | None = None
+    event: str | None = None
+    after: Annotated[int, Meta(ge=-1)] = -1
+    prefix_of: str | None = None
+    salt: str = ""
+
+
+class Look(Question[bytes], frozen=True, tag="look"):
+    """A view of the engine's process, for operators: the JSON of its facts (admin_views.py). Refused with NotFound."""
+
+    view: str
+    of: str = ""  # a Sequence, a tenant, a frame
+    query: ViewQuery = ViewQuery()
+
+
+class FrameBytes(msgspec.Struct, frozen=True):
+    """Every frame and slot in two bytes or one (mm/frame_views.py), and what taking that cost."""
+
+    ts: float
+    step: int
+    uptime_s: float
+    states: bytes
+    shares: bytes
+    slots: bytes
+    cost_s: float
+
+
+class MapFrames(Question[FrameBytes], frozen=True, tag="map_frames"):
+    """The whole pool now."""
+
+
+AnyQuestion = (
+    TakeSnapshot
+    | RenderMetrics
+    | CountGenerating
+    | Enter
+    | Spend
+    | Leave
+    | ListRequests
+    | AbortRequest
+    | Look
+    | MapFrames
+)
 
 Q = TypeVar("Q", bound=Question[Any])
 

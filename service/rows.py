@@ -26,6 +26,7 @@ class RunningRows:
         self.epoch: Int64Array = np.zeros(rows, np.int64)  # grows each time a row changes hands
         self.front_end: Int32Array = np.zeros(rows, np.int32)
         self.sequence_id: Int64Array = np.zeros(rows, np.int64)
+        self.last_step: Int64Array = np.zeros(rows, np.int64)  # but for steps of a steady decode, which note nothing
         self.last_token_s: FloatArray = np.full(rows, np.nan)
         self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
         self.logprobs: Int32Array = np.full(rows, -1, np.int32)  # likeliest tokens to report; -1: nothing
@@ -44,6 +45,7 @@ class RunningRows:
         self.front_end[row] = sequence.front_end
         self.sequence_id[row] = sequence.sequence_id
         self.last_token_s[row] = np.nan
+        self.last_step[row] = 0
         self.logprobs[row] = sequence.sampling.logprobs
         self.is_beam[row] = sequence.group is not None
         missing = len(sequence.end_ids) - self.end_ids.shape[1]

@@ -49,10 +49,13 @@ import numpy as np
 from mm import (
     Lack,
     MemoryManager,
+    OomTable,
     OverTenantLimit,
     SwapOrders,
+    Victim,
 )
 from mm.addresses import BoolArray, Int32Array, Int64Array
+from mm.pressure import PressureMeter
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.admission import LOOK_AHEAD, Admission, Chunks, room_beside, rows_and_counts
 from service.beams import Beams
@@ -115,6 +118,8 @@ class Scheduler:
         self._victims = Victims(memory, self.sequences)
         self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
         self._committed_s = 0.0
+        self.oom_ends = 0  # searches that ended for want of memory, since the start
+        self.compute_pressure = PressureMeter()  # who waits for places and the budget of steps
         self._admission = Admission(
             memory,
             self.sequences,
@@ -136,6 +141,36 @@ class Scheduler:
     @property
     def preemptions(self) -> int:
         return self.sequences.preemptions
+
+    @property
+    def stalls(self) -> int:
+        """Times that a Sequence began to wait for frames."""
+        return self._admission.stalls
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more Sequence may run."""
+        return self._admission.has_place
+
+    @property
+    def submitted_step(self) -> int:
+        """The last step that was put together."""
+        return self._step
+
+    def last_step_of(self, sequence: Sequence) -> int | None:
+        """The last step that it was in, in the row that it has; None: it has none, or has not run in it."""
+        if sequence.space is None:
+            return None
+        row = row_of(sequence)
+        is_in_steady = self._steady is not None and bool((self._steady.rows == row).any())
+        return self._step if is_in_steady else int(self._rows.last_step[row]) or None
+
+    def oom_table(self) -> tuple[list[Sequence], OomTable, Victim | None]:
+        """Who could be preempted, oldest first, with their scores; and whom it would be now. Changes nothing."""
+        rows = self._rows
+        running = sorted(self.sequences.running.values(), key=lambda each: int(rows.arrival[row_of(each)]))
+        table = self.memory.oom_table(self._victims.candidates(running), 1)
+        return running, table, self.memory.scorer.choose(table)
 
     def submit(self, message: Submit, front_end: int, now: float) -> list[Sequence]:
         """Queue all choices of a request."""
@@ -202,6 +237,7 @@ class Scheduler:
         if self._deadlines and self._deadlines[0][0] <= now:
             self._end_late(now)
         self.sequences.swap_orders.append(self.memory.background_reclaim())
+        self._report_compute_pressure(now)
         if (steady := self._steady) is not None and self._is_steady(steady):
             return self._steady_plan(steady, now)
         while True:
@@ -306,6 +342,7 @@ class Scheduler:
                 self.sequences.recompute(beam)
             self.sequences.put_first(oldest.beams)
         elif not self.sequences.put_first(oldest.beams):
+            self.oom_ends += 1
             self._beams.finish(oldest, "length", now, self._ended)
         return True
 
@@ -413,6 +450,7 @@ class Scheduler:
                 rows = rows[state.remaining[rows] > 0]
             elif self._is_alone_at_max(oldest, lack):
                 assert oldest.group is not None
+                self.oom_ends += 1
                 self._beams.finish(oldest.group, "length", now, self._ended)
                 rows = rows[state.remaining[rows] > 0]
             else:
@@ -504,6 +542,13 @@ class Scheduler:
                 passed_by.add(sequence.tenant)  # those behind it wait for their turn
         self.memory.report_pressure(still, all_.running_by_tenant)
 
+    def _report_compute_pressure(self, now: float) -> None:
+        """Whether anybody waits, and not for memory: for a place or the budget of a step. Others get on meanwhile."""
+        waiting = self.sequences.waiting
+        head = next(iter(waiting.in_order(1)), None) if waiting else None
+        waits = head is not None and head.blocked_at < 0 and head.held_at < 0
+        self.compute_pressure.report(now, waiting=int(waits), progressing=1)
+
     def _plan(self, decodes: Int32Array, chunks: Chunks, now: float) -> StepPlan:
         state = self._rows
         rows, counts = rows_and_counts(decodes, chunks)
@@ -546,6 +591,10 @@ class Scheduler:
             groups=self._groups.of(decodes, starts[: len(decodes)]) if self._groups is not None else None,
             scored=scored,
         )
+        if (before := self._steady) is not None:  # its steps have noted nothing
+            stayed = before.rows[before.epochs == state.epoch[before.rows]]
+            state.last_step[stayed] = self._step - 1
+        state.last_step[rows] = self._step
         epochs = state.epoch[rows]
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None

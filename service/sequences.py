@@ -10,9 +10,9 @@ SWAPPED    has a row, which no step runs; its pages are in swap, on their way th
 CHOICE     stands for a result of a beam search: it holds nothing, and the beams are Sequences beside it (beams.py)
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,22 @@ from service.queue_wait import Admissions
 from service.request import Key, Sequence, State
 from service.rows import RunningRows
 from service.waiting import WaitingQueue
+
+MISSES_KEPT = 256
+"""The latest prefix misses, which operators can look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A prompt that was not served from the page cache in full, and why. For operators."""
+
+    admitted_s: float  # by the engine's clock
+    sequence: Key
+    request_id: str
+    tenant: str
+    prompt_tokens: int
+    cached_tokens: int
+    miss: Miss
 
 
 class Sequences:
@@ -37,6 +53,7 @@ class Sequences:
         self.changes = 0  # grows whenever a row is taken, given up, or stops running
         self.preemptions = 0
         self.admissions = Admissions()
+        self.misses: deque[Missed] = deque(maxlen=MISSES_KEPT)
         self.entered: list[Sequence] = []  # whose sampling parameters no plan has carried yet
         self.swap_orders: list[SwapOrders] = []  # given by mm, not handed to the executor yet
         self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
@@ -95,6 +112,9 @@ class Sequences:
             sequence.cached_tokens = space.length
             miss = Miss(MissReason.DISABLED, 0) if match is None else match.miss
             sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s)
+            request_id, tenant = sequence.request_id, sequence.tenant
+            tokens = sequence.prompt_tokens, space.length
+            self.misses.append(Missed(now, sequence.key, request_id, tenant, *tokens, miss))
         self._take_row(sequence, space)
         if not space.is_resident:
             self._stop_running(sequence)

@@ -38,6 +38,7 @@ from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.front_ends import FrontEndFailed, FrontEnds
 from service.http_server import addresses_of, reserve, tls_context
+from service.inspector import inspector
 from service.metrics import Metrics, ServedFacts
 from service.process import allow_many_sockets, settle
 from service.progress import StartProgress
@@ -278,6 +279,8 @@ class Server:
             return assembly.engine.snapshot()
 
         self.answers.on(TakeSnapshot, take_snapshot)
+        self.inspector = inspector(assembly.engine, settings, self.metrics)
+        self.inspector.answer_with(self.answers)
         facts = ModelFacts(
             names=names,
             root=loaded.root,

@@ -272,6 +272,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin_host: Annotated[Text, About("Admin", "address of the admin endpoint", "ADDRESS")] = "127.0.0.1"
     admin_port: Annotated[Port, About("Admin", "port of the admin endpoint; 0 picks a free one")] = 8001
     admin_api_key: Annotated[Key | None, About("Admin", "opens the admin endpoint, on the main port too", "KEY")] = None
+    admin_show_text: Annotated[
+        bool, About("Admin", "views of the page cache show the text of prompts; else not even their token ids")
+    ] = False
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], About("Logs and metrics", "least to log")] = (
         "info"

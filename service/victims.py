@@ -29,7 +29,7 @@ class Victims:
             if swapped:
                 self._sequences.recompute(swapped[-1])
             return bool(swapped)
-        victim = self._memory.choose_victim(self._candidates(younger), lack.frames)
+        victim = self._memory.choose_victim(self.candidates(younger), lack.frames)
         if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
             for sequence in self._with_beams([younger[-1]]):
                 self._sequences.recompute(sequence)
@@ -62,7 +62,7 @@ class Victims:
         beams = [beam for group in groups.values() for beam in group.beams if beam.state is State.RUNNING]
         return [victim for victim in victims if victim.group is None] + beams
 
-    def _candidates(self, sequences: list[Sequence]) -> Candidates:
+    def candidates(self, sequences: list[Sequence]) -> Candidates:
         """Those who could be preempted, as mm's score wants to know them. The last one goes first among equals."""
         rows = np.array([row_of(sequence) for sequence in sequences], np.int32)
         state = self._rows

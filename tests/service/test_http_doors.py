@@ -76,7 +76,8 @@ async def test_every_route_of_the_router_is_closed_unless_the_api_marks_it_open(
         assert (answer.status == 401) == (path not in OPEN), (route.method, path)
     for route in make_admin_app(server.front_end).router.routes():
         assert route.resource is not None
-        url = f"http://127.0.0.1:{server.admin_port}{route.resource.canonical}"
+        path = route.resource.canonical.replace("{", "").replace("}", "")
+        url = f"http://127.0.0.1:{server.admin_port}{path}"
         async with server.session.request(route.method, url) as response:
             assert (response.status == 401) == with_admin, url
 
@@ -513,7 +514,7 @@ async def test_meminfo(start: Start) -> None:
         facts = await response.json()
     assert list(facts)[:3] == ["ts", "step", "uptime_s"]
     assert abs(facts["ts"] - time.time()) < 60
-    assert facts["total"] == facts["free"] + facts["cached"] + facts["active"] + facts["copying"] == 100
+    assert facts["total"] == facts["free"] + facts["cached"] + facts["active"] == 100
     assert (facts["cached"], facts["copying"], facts["available"], facts["cached_pages"]) == (11, 2, 91, 14)
     assert (facts["shared"], facts["page_tokens"], facts["frame_bytes"]) == (2, 16, 4096)
     assert (facts["host_total"], facts["host_free"]) == (40, 37)
@@ -526,7 +527,7 @@ async def test_meminfo(start: Start) -> None:
     }
     assert ["free:", "80", "frames"] in lines
     frames = {line[0].rstrip(":"): int(line[1]) for line in lines if line[2:] == ["frames"]}
-    assert frames["total"] == frames["free"] + frames["cached"] + frames["active"] + frames["copying"]
+    assert frames["total"] == frames["free"] + frames["cached"] + frames["active"]
 
 
 async def test_meminfo_before_the_model(start: Start) -> None:
