@@ -229,23 +229,52 @@ class ChatCompletionEvent(Answered, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- responses
 
 
-class OutputText(Answered, frozen=True, kw_only=True):
+class OutputText(Answered, frozen=True, kw_only=True, tag="output_text"):
     """The text of a message."""
 
-    type: Literal["output_text"]
     text: str
     annotations: list[Any]
     logprobs: list[Any]
 
 
-class OutputMessage(Answered, frozen=True, kw_only=True):
-    """The one item of an output."""
+class ReasoningText(Answered, frozen=True, kw_only=True, tag="reasoning_text"):
+    """The text of a reasoning."""
+
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(Answered, frozen=True, kw_only=True, tag="message"):
+    """An item of an output: text for the user."""
 
     id: str
-    type: Literal["message"]
     role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     content: list[OutputText]
+
+
+class OutputReasoning(Answered, frozen=True, kw_only=True, tag="reasoning"):
+    """An item of an output: what the model thought."""
+
+    id: str
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class OutputCall(Answered, frozen=True, kw_only=True, tag="function_call"):
+    """An item of an output: a call of one of the request's tools. The arguments are JSON in a string."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class ResponseUsage(Answered, frozen=True, kw_only=True):
@@ -271,7 +300,7 @@ class Response(Answered, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]
@@ -292,12 +321,13 @@ class ResponseEvent(Answered, frozen=True, kw_only=True):
     type: str
     sequence_number: int
     response: Response | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
-    part: OutputText | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     delta: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET
     code: str | UnsetType = UNSET
@@ -308,11 +338,28 @@ class ResponseEvent(Answered, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- messages
 
 
-class TextContent(Answered, frozen=True, kw_only=True):
-    """The one block of a message."""
+class TextContent(Answered, frozen=True, kw_only=True, tag="text"):
+    """A block of a message: text for the user."""
 
-    type: Literal["text"]
     text: str
+
+
+class ThinkingContent(Answered, frozen=True, kw_only=True, tag="thinking"):
+    """A block of a message: what the model thought. The signature is empty."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(Answered, frozen=True, kw_only=True, tag="tool_use"):
+    """A block of a message: a use of one of the request's tools."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageUsage(Answered, frozen=True, kw_only=True):
@@ -324,7 +371,7 @@ class MessageUsage(Answered, frozen=True, kw_only=True):
     output_tokens: int
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicMessage(Answered, frozen=True, kw_only=True):
@@ -334,17 +381,20 @@ class AnthropicMessage(Answered, frozen=True, kw_only=True):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextContent]
+    content: list[ContentBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
 
 
 class MessageEventDelta(Answered, frozen=True, kw_only=True):
-    """New text, or at the end why it ended."""
+    """What is new in a block, or at the end why it ended."""
 
-    type: Literal["text_delta"] | UnsetType = UNSET
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
     stop_reason: StopReason | UnsetType | None = UNSET
     stop_sequence: str | UnsetType | None = UNSET
 
@@ -358,7 +408,7 @@ class MessageEvent(Answered, frozen=True, kw_only=True):
     ]  # fmt: skip
     message: AnthropicMessage | UnsetType = UNSET
     index: int | UnsetType = UNSET
-    content_block: TextContent | UnsetType = UNSET
+    content_block: ContentBlock | UnsetType = UNSET
     delta: MessageEventDelta | UnsetType = UNSET
     usage: MessageUsage | UnsetType = UNSET
 

@@ -1,10 +1,8 @@
 """POST /v1/messages: a chat in the form of the Anthropic API. Its errors have that form too (errors.anthropic_body).
 
-    message_start, content_block_start      with the first token
-    content_block_delta ...
-    content_block_stop, message_delta (why it ended, usage), message_stop
-
-Tools come in here: further content blocks, each with a start, deltas and a stop.
+message_start                                               with the first token
+the events of content blocks                                message_blocks.py
+message_delta (why it ended, usage), message_stop
 """
 
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from service.completions import answer
 from service.errors import PagewalkError, anthropic_body, told_as
 from service.front_end import FRONT_END
 from service.generation import Generation
+from service.message_blocks import ContentBlocks
 from service.middleware import CALLER
 from service.prompts import chat_prompt
 from service.sse import named_event
@@ -52,6 +51,7 @@ class MessagesForm:
 
     def __init__(self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes) -> None:
         self._request_id = request_id
+        self._blocks = ContentBlocks(_event)
         self._message: dict[str, Any] = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -65,18 +65,15 @@ class MessagesForm:
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
         """How much of the prompt was cached is known at the end: here all of it counts as new."""
         message = self._message | {"usage": _usage(len(choice.prompt.ids), 0, 0)}
-        block = {"type": "text", "text": ""}
-        return _event("message_start", message=message) + _event("content_block_start", index=0, content_block=block)
+        return _event("message_start", message=message)
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         """Nothing for a token without text: an empty delta is no event of this API."""
-        if not delta.text:
-            return b""
-        return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+        return b"".join(map(self._blocks.take, delta.all_parts))
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         return (
-            _event("content_block_stop", index=0)
+            self._blocks.end()
             + _event("message_delta", delta=_end(generation.choices[0]), usage=_usage_of(generation))
             + _event("message_stop")
         )
@@ -85,8 +82,15 @@ class MessagesForm:
         return named_event("error", anthropic_body(error, self._request_id))
 
     def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
-        content = {"content": [{"type": "text", "text": said[0].text}]}
-        message = self._message | content | _end(generation.choices[0]) | {"usage": _usage_of(generation)}
+        for part in said[0].all_parts:
+            self._blocks.take(part)
+        self._blocks.end()
+        message = (
+            self._message
+            | {"content": self._blocks.done}
+            | _end(generation.choices[0])
+            | {"usage": _usage_of(generation)}
+        )
         return msgspec.json.encode(message)
 
 
@@ -98,6 +102,8 @@ def _end(choice: Choice) -> dict[str, str | None]:
     """Why it ended, in that API's words."""
     if choice.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if choice.finish_reason == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(choice.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}

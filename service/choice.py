@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from service.answer_parts import Part, content_of
+from service.answer_parts import Content, Part, content_of
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
 from service.errors import Aborted, InternalError, QueueFull
@@ -51,6 +51,11 @@ class Delta(NamedTuple):
     stop_reason: str | int | None = None
     scored: tuple[ScoredToken, ...] = ()
     parts: tuple[Part, ...] = ()
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """What it says, in order, whether it was taken apart or not."""
+        return self.parts or ((Content(self.text),) if self.text else ())
 
 
 @dataclass(frozen=True, slots=True)

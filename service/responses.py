@@ -1,17 +1,15 @@
 """POST /v1/responses: another form of a chat. Stateless: nothing is kept once it is answered.
 
-Events carry an `event:` line and are numbered. There is one output item, the message:
+Events carry an `event:` line and are numbered:
 
-    response.created, .in_progress, .output_item.added, .content_part.added     with the first token
-    response.output_text.delta ...
-    response.output_text.done, .content_part.done, .output_item.done, .completed (or .incomplete, for length)
-
-Tools come in here: another output item in `_Answer.output`, and another sequence of events for it.
+    response.created, .in_progress      with the first token
+    the events of output items          response_items.py
+    response.completed                  (or .incomplete, for length)
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -25,6 +23,7 @@ from service.front_end import FRONT_END
 from service.generation import Generation
 from service.middleware import CALLER
 from service.prompts import chat_prompt
+from service.response_items import OutputItems
 from service.responses_body import NAMES, ResponsesBody
 from service.sse import named_event
 
@@ -47,8 +46,7 @@ class ResponsesForm:
     def __init__(
         self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes, asked: ResponsesBody
     ) -> None:
-        self._item_id = f"msg_{request_id}"
-        self._said: list[str] = []
+        self._items = OutputItems(request_id, self._event)
         self._number = 0  # of the next event
         self._response: dict[str, Any] = {
             "id": f"resp_{request_id}",
@@ -69,7 +67,7 @@ class ResponsesForm:
             "temperature": asked.temperature,
             "text": {"format": _format_of(asked)},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": [],
+            "tools": asked.tools or [],
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -77,29 +75,18 @@ class ResponsesForm:
         }
 
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
-        return (
-            self._event("response.created", response=self._response)
-            + self._event("response.in_progress", response=self._response)
-            + self._event("response.output_item.added", output_index=0, item=self._item(None))
-            + self._event("response.content_part.added", **self._place, part=_part(""))
+        return self._event("response.created", response=self._response) + self._event(
+            "response.in_progress", response=self._response
         )
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         """Nothing for a token without text: an empty delta is no event of this API."""
-        if not delta.text:
-            return b""
-        self._said.append(delta.text)
-        return self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+        return b"".join(map(self._items.take, delta.all_parts))
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
-        text = "".join(self._said)
-        response = self._ended(generation, text)
-        return (
-            self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            + self._event("response.content_part.done", **self._place, part=_part(text))
-            + self._event("response.output_item.done", output_index=0, item=response["output"][0])
-            + self._event(f"response.{response['status']}", response=response)
-        )
+        events = self._items.end(_status_of(generation))
+        response = self._ended(generation)
+        return events + self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: PagewalkError) -> bytes:
         told = {"code": "server_error", "message": str(error)}
@@ -108,42 +95,37 @@ class ResponsesForm:
         )
 
     def whole(self, generation: Generation, said: Sequence[Delta]) -> bytes:
-        return msgspec.json.encode(self._ended(generation, said[0].text))
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        for part in said[0].all_parts:
+            self._items.take(part)
+        self._items.end(_status_of(generation))
+        return msgspec.json.encode(self._ended(generation))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
         return named_event(kind, msgspec.json.encode(event))
 
-    def _item(self, text: str | None, status: str = "in_progress") -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _ended(self, generation: Generation, text: str) -> dict[str, Any]:
+    def _ended(self, generation: Generation) -> dict[str, Any]:
         """The whole response, once the choice is over."""
-        is_cut = generation.choices[0].finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
+        status = _status_of(generation)
+        is_cut = status == "incomplete"
         numbers = usage(generation)
         return self._response | {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(text, status)],
+            "output": self._items.done,
             "usage": {
                 "input_tokens": numbers["prompt_tokens"],
                 "input_tokens_details": numbers["prompt_tokens_details"],
                 "output_tokens": numbers["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
                 "total_tokens": numbers["total_tokens"],
             },
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status_of(generation: Generation) -> Literal["completed", "incomplete"]:
+    return "incomplete" if generation.choices[0].finish_reason == "length" else "completed"
 
 
 def _format_of(asked: ResponsesBody) -> Any:

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and the chat that it stands for.
 
-Responses are stateless here: what the model is to know is in `input`. Reasoning items of earlier answers are taken and
-left out of the prompt, as they are where the API comes from.
+Responses are stateless here: what the model is to know is in `input`. Reasoning items of earlier answers are given to
+the chat template, with the message or the calls that they came before.
 """
 
 from typing import Any, ClassVar, Literal
@@ -11,6 +11,7 @@ import msgspec
 from service.errors import BadRequest, quoted
 from service.messages import ChatMessage, FunctionCall, ToolCall
 from service.schema import Body, ChatBody
+from service.tools import Function, FunctionName, NamedChoice, Tool, ToolChoice
 
 NAMES = {
     "messages": "input",
@@ -87,6 +88,26 @@ def _checked_object(arguments: str, path: str) -> str:
     return arguments
 
 
+class FlatTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call: a chat's tool without the object around it."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> Tool:
+        return Tool("function", Function(self.name, self.description, self.parameters, self.strict))
+
+
+class FlatChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: str
+
+
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the text must be. For json_schema, name and schema are needed."""
 
@@ -139,6 +160,9 @@ class ResponsesBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True)
     stream_options: ResponsesStreamOptions | None = None
     cache_salt: str | None = None
     metadata: dict[str, str] | None = None  # comes back in the answer
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     # unused
     store: bool | None = None
@@ -150,9 +174,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     # refused, unless neutral
     previous_response_id: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
@@ -162,12 +183,9 @@ class ResponsesBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True)
     prompt: dict[str, Any] | None = None
 
     NEUTRAL: ClassVar = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),  # nothing is called
-        "max_tool_calls": (),
+        "max_tool_calls": (),  # of tools that a server calls
         "top_logprobs": (0,),
-        "include": ([], ["reasoning.encrypted_content"]),  # no reasoning is made
+        "include": ([], ["reasoning.encrypted_content"]),  # reasoning comes as text, nothing of it is encrypted
         "truncation": ("disabled",),
         "background": (False,),
         "conversation": (),
@@ -199,19 +217,34 @@ class ResponsesBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True)
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             stream=self.stream,
             cache_salt=self.cache_salt,
+            tools=[tool.for_chat() for tool in self.tools or ()] or None,
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
         )
         body.check()
         return body
+
+    def _tool_choice(self) -> ToolChoice | None:
+        if isinstance(self.tool_choice, FlatChoice):
+            return NamedChoice("function", FunctionName(self.tool_choice.name))
+        return self.tool_choice
 
     def _messages(self) -> list[ChatMessage]:
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*messages, ChatMessage(role="user", content=self.input)]
+        thought = ""
         for i, item in enumerate(self.input or []):
+            if item.type == "reasoning":
+                thought = _text(item.content or "")
             for message in item.messages(f"$.input[{i}]"):
+                if thought and message.role == "assistant":
+                    message = msgspec.structs.replace(message, reasoning_content=thought)
+                thought = ""
                 before = messages[-1] if messages else None
-                if message.tool_calls and before is not None and before.role == "assistant":
-                    calls = [*(before.tool_calls or []), *message.tool_calls]  # of one turn: items have one call each
+                is_same_turn = message.tool_calls and message.reasoning_content is None
+                if is_same_turn and before is not None and before.role == "assistant":
+                    calls = [*(before.tool_calls or []), *(message.tool_calls or [])]  # items have one call each
                     messages[-1] = msgspec.structs.replace(before, tool_calls=calls)
                 else:
                     messages.append(message)

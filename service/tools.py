@@ -64,16 +64,16 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
         raise BadRequest(f"tools must have 1 to {MAX_TOOLS} entries, got {len(tools)}.", param="tools")
     names: set[str] = set()
     for i, tool in enumerate(tools):
-        name, path = tool.function.name, f"$.tools[{i}].function"
+        name, path = tool.function.name, f"$.tools[{i}]"
         if not _NAME.fullmatch(name):
             words = "a name must be 1 to 64 letters, digits, _ or -, got"
-            raise BadRequest(f"{words} {quoted(name)} - at `{path}.name`", param="tools")
+            raise BadRequest(f"{words} {quoted(name)} - at `{path}`", param="tools")
         if name in names:
-            raise BadRequest(f"two tools are called {name} - at `{path}.name`", param="tools")
+            raise BadRequest(f"two tools are called {name} - at `{path}`", param="tools")
         names.add(name)
         if _depth(tool.function.parameters) > MAX_SCHEMA_DEPTH:
             words = f"a schema may have at most {MAX_SCHEMA_DEPTH} levels"
-            raise BadRequest(f"{words} - at `{path}.parameters`", param="tools")
+            raise BadRequest(f"{words} - at `{path}`", param="tools")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         words = f"tool_choice names {quoted(choice.function.name)}, which is none of the tools."
         raise BadRequest(words, param="tool_choice")

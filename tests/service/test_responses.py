@@ -175,7 +175,7 @@ async def test_what_is_wrong_is_named_as_this_route_has_it(
 @pytest.mark.parametrize(
     "body",
     [
-        {"tools": [{"type": "function", "name": "f"}]}, {"tool_choice": "required"}, {"background": True},
+        {"background": True},
         {"include": ["message.output_text.logprobs"]}, {"top_logprobs": 3}, {"truncation": "auto"},
         {"conversation": "c"}, {"prompt": {"id": "p"}}, {"max_tool_calls": 1},
     ],

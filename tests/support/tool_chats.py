@@ -86,3 +86,10 @@ async def model_that(start: Start, text: str, call_format: CallFormat | None = "
         engine={"script": writes(text, call_format, thinks)},
         limits={"vocabulary": tokenizer.vocabulary, "max_model_len": 2000, "max_request_tokens": 2000},
     )
+
+
+def told(server: Server) -> str:
+    """The last prompt, as text."""
+    model = server.front_end.model
+    assert model is not None
+    return model.tokenizer.decode(server.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
