@@ -44,6 +44,7 @@ from mm.reclaim import Watermarks
 from mm.room import Lack, Room
 from mm.shared_prefixes import SharedPrefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
+from mm.steady_rows import SteadyRows
 from mm.swap_space import SwapBounds
 from mm.tenants import TenantEvents, TenantLimits
 
@@ -93,6 +94,7 @@ __all__ = [
     "SequenceMemory",
     "SharedPrefixes",
     "Stall",
+    "SteadyRows",
     "SwapBounds",
     "SwapOrders",
     "SwapSlot",

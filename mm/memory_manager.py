@@ -4,7 +4,7 @@ It never touches keys or values: what must happen on the device is returned as o
 caller hands to an executor in the order they were given. It reads no clock: `turn` tells the time.
 
     chain, lookup, create        a prompt, what of it is cached, an address space that begins with that
-    grow                         every step, for all rows that run in it
+    grow, grow_steadily          every step, for all rows that run in it
     shared_prefixes              which rows begin with the same frames, when the rows of a step change
     publish                      at commit: the pages that became full can be found from now on
     fork, truncate, release      of one address space
@@ -48,6 +48,7 @@ from mm.residency import Residency
 from mm.room import Room
 from mm.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
+from mm.steady_rows import SteadyRows
 from mm.swap_space import SwapBounds, SwapSpace
 from mm.swapper import Swapper
 from mm.tenants import Tenants
@@ -281,12 +282,31 @@ class MemoryManager:
         and the device learns of all that was mapped since the call before. Idle cached pages are reclaimed as needed.
         Raises OutOfFrames, and then nothing has changed (invariant 5); ValueError past max_pages; PageNotResident.
         """
-        tables = self.tables
         index = rows.astype(np.intp)
         faults = self._faults(index, counts)
-        if len(rows) and faults.ends.max() > tables.max_pages * self.page_size:
-            raise ValueError(f"{faults.ends.max()} positions do not fit into {tables.max_pages} pages")
-        where = faults.rows, faults.pages
+        if len(rows) and faults.ends.max() > self.tables.max_pages * self.page_size:
+            raise ValueError(f"{faults.ends.max()} positions do not fit into {self.tables.max_pages} pages")
+        return self._resolve(index, faults)
+
+    def grow_steadily(self, steady: SteadyRows) -> MemoryOrders:
+        """`grow` by one token each, for rows that do so step after step: it looks only at those that need a page."""
+        tables, index = self.tables, steady.index
+        if np.count_nonzero(tables.exposed[index]) or np.count_nonzero(tables.barred[index]):
+            orders = self.grow(steady.rows, np.ones(len(steady.rows), np.int32))
+            steady.lengths = steady.lengths + 1
+            return orders
+        rows, places = steady.growing()
+        pages = steady.lengths[places] // self.page_size
+        if len(pages) and pages.max() >= tables.max_pages:
+            raise ValueError(f"page {pages.max()} is none of {tables.max_pages} pages")
+        ends = steady.lengths + 1
+        orders = self._resolve(index, Faults(ends, rows, pages, empty_int32(), rows[:0]))
+        steady.lengths = ends
+        return orders
+
+    def _resolve(self, index: IndexArray | slice, faults: Faults) -> MemoryOrders:
+        """Carry out what a growth of the rows `index` needs. Raises OutOfFrames, and then nothing has changed."""
+        tables, where = self.tables, (faults.rows, faults.pages)
         frames = empty_int32()
         if len(where[0]):
             owner = tables.owners[where[0][0]] or ""

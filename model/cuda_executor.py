@@ -228,7 +228,14 @@ class DeviceProgram:
         blocks = self.kernels.prefill_blocks(tokens - plan.decodes, chunks) if chunks else 0
         weighs = self.rows.weighs(plan)
         return CudaStep(
-            stream, sequences, tokens, plan.decodes, blocks, has_groups=self.has_groups(plan), weighs=weighs
+            stream,
+            sequences,
+            tokens,
+            plan.decodes,
+            blocks,
+            has_groups=self.has_groups(plan),
+            weighs=weighs,
+            is_scored=plan.scored is not None,
         )
 
     def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
@@ -445,7 +452,8 @@ def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequence
     widths = 4 * config.hidden + (3 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate
     angles = config.max_positions * config.head_dim * 4
     parts = part_floats(config.heads, config.head_dim) * 4
-    logits = sequences * (config.vocabulary * 4 + config.hidden * dtype.itemsize)
+    last = (2 * config.hidden + config.heads * config.head_dim) * dtype.itemsize
+    logits = sequences * (config.vocabulary * 4 + last)
     tables = adjust_bytes(sequences, config.vocabulary) + sample_bytes(sequences)
     return tokens * widths * dtype.itemsize + logits + angles + parts + tables
 

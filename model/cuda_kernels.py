@@ -39,6 +39,7 @@ class CudaStep:
     prefill_blocks: int  # work items of the prefill kernel; 0: nobody prefills
     has_groups: bool = False  # decodes begin with what CudaKernels.shared_prefix holds
     weighs: bool = True  # a row may sample by the mass of all its tokens
+    is_scored: bool = False  # logits are wanted of more than each sequence's last token
 
 
 class CudaKernels(Kernels[CudaStep]):
@@ -87,6 +88,9 @@ class CudaKernels(Kernels[CudaStep]):
         widths = {(config.heads + 2 * config.kv_heads) * config.head_dim, config.hidden, 2 * config.intermediate}
         self._products = {width: buffer(width) for width in widths}
         self._last = torch.empty(state.max_sequences, config.hidden, dtype=dtype, device=device)
+        self._in_order = torch.arange(state.max_sequences, dtype=torch.int32, device=device)
+        self._last_residual = torch.empty_like(self._last)
+        self._last_mixed = torch.empty(state.max_sequences, self._mixed.shape[1], dtype=dtype, device=device)
         self._logits = torch.empty(state.max_sequences, config.vocabulary, dtype=torch.float32, device=device)
 
     def plan(self, step: CudaStep) -> None:
@@ -156,6 +160,19 @@ class CudaKernels(Kernels[CudaStep]):
             self._prefill(step.stream, layer, q, out, state.page_tables, rows, lengths, starts, step.prefill_blocks)
         return out
 
+    def last_rows(self, x: Tensor, residual: Tensor, step: CudaStep) -> tuple[Tensor, Tensor]:
+        """Of the last layer only keys and values are wanted of all: 3 % less to compute for a prompt of 8B."""
+        if not self._keeps_last(step):
+            return x, residual
+        places = self._state.last_query[: step.sequences]
+        kept = self._last_mixed[: step.sequences], self._last_residual[: step.sequences]
+        torch.index_select(x, 0, places, out=kept[0])
+        torch.index_select(residual, 0, places, out=kept[1])
+        return kept
+
+    def _keeps_last(self, step: CudaStep) -> bool:
+        return step.tokens > step.sequences and not step.is_scored and self._thin_for(step.tokens) is None
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = self._gated[: len(gate_up)]
         self._silu_mul(self._stream, gate_up, out)
@@ -189,10 +206,11 @@ class CudaKernels(Kernels[CudaStep]):
     def logits(self, hidden: Tensor, parameters: Parameters, step: CudaStep) -> Tensor:
         """(sequences, V) float32, of each sequence's last token."""
         out = self._logits[: step.sequences]
+        places = (self._in_order if self._keeps_last(step) else self._state.last_query)[: step.sequences]
         thin = self._thin_for(step.sequences)
-        if thin is not None and thin.logits(step.stream, hidden, parameters.head.weight, out):
+        if thin is not None and thin.logits(step.stream, hidden, places, parameters.head.weight, out):
             return out
-        return self.logits_at(hidden, parameters, self._state.last_query[: step.sequences])
+        return self.logits_at(hidden, parameters, places)
 
     def logits_at(self, hidden: Tensor, parameters: Parameters, places: Tensor) -> Tensor:
         """(N, V) float32, of the tokens at `places` (N,) int32, no more than the sequences of a step."""

@@ -59,6 +59,12 @@ class Kernels(Protocol[Step]):
         """silu(gate) * up: (T, 2 I) -> (T, I)."""
         ...
 
+    def last_rows(self, x: Tensor, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """After the last layer's attention: what the rest of the network is computed from, of x (T, H D) and the stream
+        `residual` (T, hidden). All rows, or only those of tokens whose logits the step wants, one a sequence.
+        """
+        return x, residual
+
     # --- parts of a layer
 
     def queries(

@@ -115,6 +115,7 @@ class StepGraphs:
         self._graphs: dict[tuple[Kind, bool], dict[GraphSize, Graph]] = {each: {} for each in lists}  # ascending
         self._missing: dict[GraphSize, None] = {}
         self._missed: GraphSize | None = None  # the latest that a step would have taken
+        self._found: dict[tuple[Kind, int, int, bool], Graph | None] = {}  # answers, once no graph is missing
         for size, is_first in list(sizes):
             self._sizes[size.kind, size.weighs].append(size)
             self._missing[size] = None
@@ -130,6 +131,14 @@ class StepGraphs:
 
     def find(self, kind: Kind, tokens: int, sequences: int, *, weighs: bool) -> Graph | None:
         """The smallest graph that holds a step; of two one that does not weigh. None if it is larger than all sizes."""
+        if self._missing:
+            return self._look_up(kind, tokens, sequences, weighs=weighs)
+        step = kind, tokens, sequences, weighs
+        if step not in self._found:
+            self._found[step] = self._look_up(kind, tokens, sequences, weighs=weighs)
+        return self._found[step]
+
+    def _look_up(self, kind: Kind, tokens: int, sequences: int, *, weighs: bool) -> Graph | None:
         best: tuple[GraphSize, Graph] | None = None
         for each in (True,) if weighs else (False, True):
             if self._missing:
@@ -150,7 +159,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Let go of all graphs. No more are captured."""
-        self._missing, self._missed = {}, None
+        self._missing, self._missed, self._found = {}, None, {}
         for graphs in self._graphs.values():
             graphs.clear()
 

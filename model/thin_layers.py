@@ -113,11 +113,11 @@ class ThinLayers:
         self._down(stream, gated, layer.down.weight, layer.down.bias, residual, squares)
         return residual
 
-    def logits(self, stream: int, hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
-        """out (S, V) float32, of each sequence's last token. False: left to cuBLAS, nothing was done."""
+    def logits(self, stream: int, hidden: Tensor, places: Tensor, weight: Tensor, out: Tensor) -> bool:
+        """out (S, V) float32, of the tokens at `places` (S,) int32. False: left to cuBLAS, nothing was done."""
         if self._logits is None:
             return False
-        self._logits(stream, hidden, self._state.last_query[: len(out)], weight, out)
+        self._logits(stream, hidden, places, weight, out)
         return True
 
     def _stream_of(self, tokens: int) -> tuple[Tensor, Tensor]:

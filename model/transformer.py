@@ -19,12 +19,16 @@ Step = TypeVar("Step")
 
 
 def forward(parameters: Parameters, step: Step, kernels: Kernels[Step]) -> Tensor:
-    """Run all layers over a step's tokens; writes their keys and values. Returns the last hidden states (T, hidden)."""
+    """Run all layers over a step's tokens; writes their keys and values. Returns the last hidden states (T, hidden), or
+    only those that `Kernels.last_rows` keeps.
+    """
     x: Tensor = kernels.embed(parameters.embedding, step)  # (T, hidden)
     residual: Tensor | None = None  # the stream is x + residual: see model.kernels
     for index, layer in enumerate(parameters.layers):
         q, residual = kernels.queries(x, residual, layer, index, step)  # (T, H, D), keys and values are written
         x = kernels.attention(q, index, step)  # (T, H D)
+        if index == len(parameters.layers) - 1:
+            x, residual = kernels.last_rows(x, residual, step)
         x, residual = kernels.feed_forward(x, residual, layer, step)  # (T, hidden)
     x, _ = kernels.rms_norm(x, residual, parameters.norm)  # (T, hidden)
     return x

@@ -5,9 +5,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mm.addresses import FloatArray, Int32Array, Int64Array
+from mm.addresses import FloatArray, IndexArray, Int32Array, Int64Array
 from service.engine_client import Ended, PromptScores, Scores
 from service.request import Sequence
+
+
+class Recipients:
+    """Whose N tokens come: looked up once, for as many steps as they are for the same Sequences."""
+
+    def __init__(self, front_ends: Int32Array, sequence_ids: Int64Array) -> None:
+        self.front_ends, self.sequence_ids = front_ends, sequence_ids
+        self._of: dict[int, tuple[IndexArray, list[int]]] = {}
+
+    def of(self, front_end: int) -> tuple[IndexArray, list[int]]:
+        """The places of one front end's tokens, and their Sequences. Not to be changed."""
+        if front_end not in self._of:
+            places = np.flatnonzero(self.front_ends == front_end)
+            self._of[front_end] = places, self.sequence_ids[places].tolist()
+        return self._of[front_end]
 
 
 @dataclass(slots=True)
@@ -25,10 +40,20 @@ class Committed:
     ended: list[tuple[Sequence, Ended]] = field(default_factory=list)
     scores: dict[int, Scores] = field(default_factory=dict)
     prompt_scores: list[tuple[int, PromptScores]] = field(default_factory=list)
+    recipients: Recipients | None = None  # the same as front_ends and sequence_ids, if known
+
+    @classmethod
+    def to(cls, recipients: Recipients, tokens: Int32Array, gaps_s: FloatArray) -> "Committed":
+        """One token for each of the recipients."""
+        return cls(recipients.front_ends, recipients.sequence_ids, tokens, gaps_s, recipients=recipients)
 
     @classmethod
     def nothing(cls) -> "Committed":
         return cls(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0))
+
+    def of(self, front_end: int) -> tuple[IndexArray, list[int]]:
+        """Recipients.of."""
+        return (self.recipients or Recipients(self.front_ends, self.sequence_ids)).of(front_end)
 
     def __bool__(self) -> bool:
         return bool(len(self.tokens) or self.ended or self.prompt_scores)
@@ -37,7 +62,7 @@ class Committed:
         """Append all that another one has."""
         if not other:
             return
-        before = len(self.tokens)
+        before, self.recipients = len(self.tokens), None
         self.scores.update({before + i: scores for i, scores in other.scores.items()})
         self.front_ends = np.concatenate((self.front_ends, other.front_ends))
         self.sequence_ids = np.concatenate((self.sequence_ids, other.sequence_ids))
@@ -50,7 +75,7 @@ class Committed:
         """Append tokens of one Sequence; `scores` are those of the first of them."""
         if scores is not None:
             self.scores[len(self.tokens)] = scores
-        count = len(tokens)
+        count, self.recipients = len(tokens), None
         self.front_ends = np.append(self.front_ends, np.full(count, sequence.front_end, np.int32))
         self.sequence_ids = np.append(self.sequence_ids, np.full(count, sequence.sequence_id, np.int64))
         self.tokens = np.append(self.tokens, np.array(tokens, np.int32))

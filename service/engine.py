@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import structlog
 
 from mm.addresses import FloatArray
@@ -336,12 +335,11 @@ class Engine:
     def _publish(self, step: int, committed: Committed, now: float) -> None:
         """One token batch to each front end that the step concerns."""
         for front_end in tuple(self._front_ends) if committed else ():
-            mine = np.flatnonzero(committed.front_ends == front_end)
+            mine, ids = committed.of(front_end)
             ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
             prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
-            if len(mine) or ended or prompt_scores:
-                ids, tokens = committed.sequence_ids[mine].tolist(), committed.tokens[mine].tolist()
-                scores = {}
+            if ids or ended or prompt_scores:
+                tokens, scores = committed.tokens[mine].tolist(), {}
                 if committed.scores:
                     found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
                     scores = {i: each for i, each in found if each is not None}

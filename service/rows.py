@@ -29,6 +29,7 @@ class RunningRows:
         self.last_step: Int64Array = np.zeros(rows, np.int64)  # but for steps of a steady decode, which note nothing
         self.last_token_s: FloatArray = np.full(rows, np.nan)
         self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
+        self.end_id_counts: Int32Array = np.zeros(rows, np.int32)
         self.logprobs: Int32Array = np.full(rows, -1, np.int32)  # likeliest tokens to report; -1: nothing
         self.is_beam: BoolArray = np.zeros(rows, np.bool_)  # its next token is chosen by its group
 
@@ -52,6 +53,7 @@ class RunningRows:
         if missing > 0:
             self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.end_ids[row] = NO_TOKEN
+        self.end_id_counts[row] = len(sequence.end_ids)
         self.end_ids[row, : len(sequence.end_ids)] = sequence.end_ids
 
     def leave(self, row: int) -> None:

@@ -362,9 +362,8 @@ class Scheduler:
 
     def _steady_plan(self, steady: Steady, now: float) -> StepPlan:
         """The plan of the step before, one token further."""
-        orders = self.memory.grow(steady.rows, steady.ones)
+        plan = steady.next_plan(self._step + 1, self.memory)
         self._step += 1
-        plan = steady.next_plan(self._step, orders)
         self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now))
         return plan
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mm import MemoryManager, MemoryOrders
+from mm import MemoryManager, SteadyRows
 from mm.addresses import BoolArray, FloatArray, IndexArray, Int32Array, Int64Array, empty_int32
 from model.step_plan import FED_BACK, LogProbs, StepPlan
-from service.committed import Committed
+from service.committed import Committed, Recipients
 from service.rows import RunningRows
 from service.scores import scores_of
 
@@ -24,27 +24,26 @@ class Steady:
     changes: int  # of Sequences, when this was made
     rows: Int32Array
     ones: Int32Array
-    starts: Int32Array  # of the next step
+    starts: Int32Array  # of the first step
     steps: int  # until the first of them reaches its limit
     plan: StepPlan  # the last one: its rows, query_starts, token_ids and samples serve again
     epochs: Int64Array
-    front_ends: Int32Array
-    sequence_ids: Int64Array
-    end_ids: Int32Array  # (S, E)
-    has_end_ids: bool
+    recipients: Recipients
+    end_ids: list[Int32Array]  # (S,) each: the first of every row, the second, ...
     asking: Int64Array  # places in `rows` that report log-probabilities, ...
     likeliest: list[int]  # ... and of how many tokens each
-    index: IndexArray  # the rows, as numpy indexes fastest
+    in_memory: SteadyRows | None = None  # from the first step on
     known: Int32Array = field(default_factory=empty_int32)  # (S,) tokens that the host has; from the first commit on
     places: IndexArray = field(
         default_factory=lambda: np.empty(0, np.intp)
     )  # likewise: of the next ones, in all tokens
+    last_token_s: float = 0.0  # likewise
 
     @classmethod
     def after(cls, plan: StepPlan, epochs: Int64Array, state: RunningRows, changes: int) -> "Steady":
         """What the next steps will share with a plan in which all rows decode."""
         rows, starts = plan.rows, plan.starts + 1
-        width = max(len(state.at(row).end_ids) for row in rows.tolist())
+        width = int(state.end_id_counts[rows].max())
         logprobs = state.logprobs[rows]
         asking = np.flatnonzero(logprobs >= 0)
         return cls(
@@ -55,24 +54,24 @@ class Steady:
             steps=int((state.limit[rows] - starts).min()) - 1,
             plan=replace(plan, token_ids=np.full(len(rows), FED_BACK, np.int32)),
             epochs=epochs,
-            front_ends=state.front_end[rows],
-            sequence_ids=state.sequence_id[rows],
-            end_ids=state.end_ids[rows, :width],
-            has_end_ids=width > 0,
+            recipients=Recipients(state.front_end[rows], state.sequence_id[rows]),
+            end_ids=list(state.end_ids[rows, :width].T),
             asking=asking,
             likeliest=logprobs[asking].tolist(),
-            index=rows.astype(np.intp),
         )
 
-    def next_plan(self, step: int, orders: MemoryOrders) -> StepPlan:
-        """The plan of the step before, one token further."""
-        last = self.plan
+    def next_plan(self, step: int, memory: MemoryManager) -> StepPlan:
+        """The plan of the step before, one token further: its memory is there. Raises OutOfFrames."""
+        if self.in_memory is None:
+            self.in_memory = SteadyRows(self.rows, self.starts, memory.page_size)
+        last, starts = self.plan, self.in_memory.lengths
+        orders = memory.grow_steadily(self.in_memory)
         plan = StepPlan(
             step=step,
             orders=orders,
             settings=None,
             rows=last.rows,
-            starts=self.starts,
+            starts=starts,
             query_starts=last.query_starts,
             token_ids=last.token_ids,
             samples=last.samples,
@@ -80,7 +79,6 @@ class Steady:
             groups=last.groups,
         )
         self.plan = plan
-        self.starts = self.starts + 1
         self.steps -= 1
         return plan
 
@@ -91,27 +89,35 @@ class Steady:
 
         Returns also which rows sampled an end token, and which are full: each (S,), None where nobody is either.
         """
-        index = self.index
+        assert self.in_memory is not None, "no step has been planned"
+        index = self.in_memory.index
         if not len(self.known):
-            self.known = state.known[index]
-            self.places = index * state.tokens.shape[1] + self.known
-            gaps: FloatArray = now - state.last_token_s[index]
+            self.known = state.known[self.rows]
+            self.places = self.rows.astype(np.intp) * state.tokens.shape[1] + self.known
+            gaps: FloatArray = now - state.last_token_s[self.rows]
+            memory.publish(self.rows, self.known, state.tokens)
         else:
-            gaps = np.full(len(index), now - state.last_token_s[index[0]])  # their last ones came together
+            gaps = np.full(len(self.rows), now - self.last_token_s)  # their last ones came together
+            if len(full := self.in_memory.edges.at(self.known)):
+                memory.publish(self.rows[full], self.known[full], state.tokens)
         state.tokens.reshape(-1)[self.places] = tokens
-        memory.publish(self.rows, self.known, state.tokens)
         self.known = known = self.known + 1
         self.places += 1
         state.known[index] = known
-        state.last_token_s[index] = now
-        committed = Committed(self.front_ends, self.sequence_ids, tokens, gaps)
+        state.last_token_s[index] = self.last_token_s = now
+        committed = Committed.to(self.recipients, tokens, gaps)
         if self.likeliest:
             assert found is not None
             committed.scores = dict(zip(self.asking.tolist(), scores_of(found, self.likeliest), strict=True))
+        return committed, *self._ends(tokens, state)
+
+    def _ends(self, tokens: Int32Array, state: RunningRows) -> tuple[BoolArray | None, BoolArray | None]:
         over = self.steps <= 1  # the limits are known ahead: two steps are on their way at most
-        if self.has_end_ids or over:
-            stopped: BoolArray = (self.end_ids == tokens[:, None]).any(axis=1)
-            if over or stopped.any():
-                full: BoolArray = known == state.limit[index]
-                return committed, stopped, full
-        return committed, None, None
+        if not self.end_ids and not over:
+            return None, None
+        stopped: BoolArray = np.zeros(len(tokens), np.bool_)
+        for ids in self.end_ids:
+            stopped |= ids == tokens
+        if not over and not np.count_nonzero(stopped):
+            return None, None
+        return stopped, self.known == state.limit[self.rows]
