@@ -59,7 +59,7 @@ def view(name: str) -> Handler:
     """GET /admin/v1/{name}. Raises Loading, NotFound, BadRequest."""
 
     async def show(request: web.Request) -> web.StreamResponse:
-        body = await _look(request, name, _query(request, VIEWS[name]))
+        body = await look(request, name, query_of(request, VIEWS[name]))
         if not wants_text(request) or name not in admin_text.RENDERERS:
             return web.Response(body=_with_text(request, name, body), content_type="application/json")
         facts = msgspec.json.decode(body)
@@ -71,7 +71,7 @@ def view(name: str) -> Handler:
 
 async def tenant_file(request: web.Request) -> web.Response:
     """GET /admin/v1/tenants/{of}/{file}: one file of a tenant's cgroup, as the kernel has it."""
-    facts = msgspec.json.decode(await _look(request, "tenants/{of}", _query(request, ())))
+    facts = msgspec.json.decode(await look(request, "tenants/{of}", query_of(request, ())))
     files, name = admin_text.tenant_files(facts), request.match_info["file"]
     if name not in files:
         raise NotFound(f"A tenant has no file {quoted(name)}, but {', '.join(sorted(files))}.")
@@ -83,15 +83,16 @@ def wants_text(request: web.Request) -> bool:
     return request.path.endswith(SUFFIX) or "text/plain" in request.headers.get("Accept", "")
 
 
-async def _look(request: web.Request, name: str, query: ViewQuery) -> bytes:
+async def look(request: web.Request, name: str, query: ViewQuery) -> bytes:
+    """The JSON of a view. Raises Loading, and what the view raises."""
     front_end = request.app[FRONT_END]
     front_end.loaded()
     return await front_end.engine.ask(Look(name, request.match_info.get("of", ""), query))
 
 
-def _query(request: web.Request, names: tuple[str, ...]) -> ViewQuery:
-    """What stands behind the `?`, checked. Raises BadRequest."""
-    given = dict(request.query)
+def query_of(request: web.Request, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> ViewQuery:
+    """What stands behind the `?`, checked; `beside` is looked at elsewhere. Raises BadRequest."""
+    given = {name: value for name, value in request.query.items() if name not in beside}
     for name in given:
         if name not in names:
             takes = f"takes {', '.join(names)}" if names else "takes nothing"
@@ -119,7 +120,7 @@ def _with_text(request: web.Request, name: str, body: bytes) -> bytes:
 
 async def meminfo(request: web.Request) -> web.Response:
     """GET /admin/v1/meminfo. Raises Loading."""
-    _query(request, ())
+    query_of(request, ())
     front_end: FrontEnd = request.app[FRONT_END]
     model = front_end.loaded()
     snapshot = await front_end.engine.ask(TakeSnapshot())

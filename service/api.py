@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 from aiohttp import web
 
-from service import admin
+from service import admin, admin_streams
 from service.anthropic_messages import count_tokens, create_message
 from service.body import read_body
 from service.completions import create_chat_completion, create_completion
@@ -60,6 +60,7 @@ def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Applicatio
         assert route.resource is not None
         access[route.resource] = who
     app[ACCESS] = access
+    admin_streams.watch(app)
     app.on_response_prepare.append(add_headers)
     return app
 
@@ -219,7 +220,19 @@ ROUTES: list[Route] = [
     ("GET", "/docs", docs, "open"),
 ]
 
-ADMIN_ROUTES: list[Route] = [*_with_suffix("/admin/v1/meminfo", admin.meminfo)]
-for name in admin.VIEWS:
-    ADMIN_ROUTES += _with_suffix(f"/admin/v1/{name}", admin.view(name))
-ADMIN_ROUTES.append(("GET", "/admin/v1/tenants/{of}/{file}", admin.tenant_file, "admin"))
+
+def _admin_routes() -> list[Route]:
+    routes = _with_suffix("/admin/v1/meminfo", admin.meminfo)
+    routes.append(("GET", "/admin/v1/frames/map", admin_streams.frame_map, "admin"))
+    routes.append(("GET", "/admin/v1/frames/stream", admin_streams.stream_frames, "admin"))
+    for name in admin.VIEWS:
+        show = admin.view(name)
+        if (stream := admin_streams.STREAMS.get(name)) is not None:
+            show = admin_streams.or_stream(show, stream)
+            routes.append(("GET", f"/admin/v1/{name}/stream", stream, "admin"))
+        routes += _with_suffix(f"/admin/v1/{name}", show)
+    routes.append(("GET", "/admin/v1/tenants/{of}/{file}", admin.tenant_file, "admin"))
+    return routes
+
+
+ADMIN_ROUTES = _admin_routes()

@@ -52,7 +52,7 @@ def started(model: Path, folder: Path, front_ends: int, *more: str) -> Process:
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
 def shared(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A server that tests share, since none of them harms it."""
-    process = started(model, tmp_path_factory.mktemp("server"), request.param)
+    process = started(model, tmp_path_factory.mktemp("server"), request.param, "--admin-api-key", "root")
     yield process
     process.stop()
 
@@ -171,6 +171,28 @@ def test_load_and_the_admin_port_see_the_whole_server(shared: Process) -> None:
     for stream in streams:
         shared.hang_up(stream)
     shared.until(lambda: json.loads(shared.ask("GET", "/load")) == {"server_load": 0})
+
+
+def test_operators_see_the_whole_server_from_any_process(shared: Process) -> None:
+    """Views and streams over the link, too; and that nothing is there is told as what it is."""
+    stream = shared.stream(LONG)
+    stream.readline()
+    headers = {"Authorization": "Bearer root"}
+    for _ in range(4):
+        (sequence,) = json.loads(shared.ask("GET", "/admin/v1/sequences", headers=headers))["sequences"]
+        assert sequence["state"] == "decode"
+        maps = shared.ask("GET", f"/admin/v1/sequences/{sequence['id']}/maps.txt", headers=headers)
+        assert maps.startswith("00000000-")
+        missing = json.loads(shared.ask("GET", "/admin/v1/sequences/9.9/maps", headers=headers))
+        assert missing["error"]["type"] == "NotFoundError"
+        frames = shared.open("GET", "/admin/v1/frames/stream?interval=0.1", headers=headers)
+        kinds = [json.loads(frames.readline().removeprefix(b"data: "))["kind"]]
+        frames.readline()
+        kinds.append(json.loads(frames.readline().removeprefix(b"data: "))["kind"])
+        assert kinds == ["whole", "delta"]
+        shared.hang_up(frames)
+    shared.hang_up(stream)
+    shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
 
 
 def test_leaving_cancels_whatever_process_streams(shared: Process) -> None:

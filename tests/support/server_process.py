@@ -47,10 +47,12 @@ class Process:
                 [sys.executable, "-m", "service", "serve", *ports, *arguments], stdout=out, stderr=err, env=environ
             )
 
-    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    def open(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> http.client.HTTPResponse:
         """The answer, its body unread; `stop` closes it."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = (headers or {}) | ({"Content-Type": "application/json"} if body is not None else {})
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
@@ -61,8 +63,8 @@ class Process:
         self.responses.append(response)
         return response
 
-    def ask(self, method: str, path: str, body: Any = None) -> str:
-        return self.open(method, path, body).read().decode()
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> str:
+        return self.open(method, path, body, headers).read().decode()
 
     def status(self, path: str) -> int | None:
         """None: nobody listens."""
