@@ -110,6 +110,8 @@ async def test_c09_a_client_that_leaves_takes_all_its_choices(house: RealHouse) 
             if found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0:
                 break
     assert found['pagewalk_kv_frames{state="active"}'] == 0
+    async with asyncio.timeout(20):
+        await house.engine.drained()  # a step may have been on its way
     assert house.engine.scheduler.has_work is False
 
 
