@@ -31,7 +31,8 @@ from service.stop_strings import StopMatcher
 from service.token_stream import TokenStream
 
 MERGE_ABOVE = 16
-"""More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token."""
+"""More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token
+(or, with --stream-interval, for all that have come together)."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -67,6 +68,7 @@ class TextRules:
     stop_token_ids: frozenset[int] = frozenset()  # those that the client named, reported as stop_reason
     min_tokens: int = 0
     ends_complete: bool = False  # the last Delta waits for `ended`, as it is sent with numbers that come with it
+    merge_above: int = MERGE_ABOVE
     is_echo_only: bool = False  # max_tokens is 0: what the engine makes, since it makes one token, is not the answer's
 
 
@@ -161,7 +163,7 @@ class Choice:
             deltas.append(self._last(deltas.pop() if deltas else Delta("", []), ended))
         if self._rules.ends_complete and self.finish_reason is not None and ended is None:
             self._held = deltas.pop()
-        return [merged(deltas)] if len(deltas) > MERGE_ABOVE else deltas
+        return [merged(deltas)] if len(deltas) > self._rules.merge_above else deltas
 
     def _read_plain(self, tokens: list[int]) -> list[Delta]:
         """`read` where nothing but the text of tokens is to be found: the same, for a tenth of the time."""
@@ -172,7 +174,7 @@ class Choice:
             self._text = self._sent = self._text + len(text)
             return [Delta(text, tokens)]
         texts = [push(token) for token in tokens]
-        if len(tokens) > MERGE_ABOVE:
+        if len(tokens) > self._rules.merge_above:
             texts, groups = ["".join(texts)], [tokens]
         else:
             groups = [[token] for token in tokens]

@@ -76,7 +76,15 @@ async def answer(
     )
     front_end.check_room()
     caller = request[CALLER]
-    generation = Generation(body, prompts, model, request_id=request[ID], caller=caller, default_tokens=default_tokens)
+    generation = Generation(
+        body,
+        prompts,
+        model,
+        request_id=request[ID],
+        caller=caller,
+        default_tokens=default_tokens,
+        interval=front_end.settings.stream_interval if body.stream else 1,
+    )
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1
     try:

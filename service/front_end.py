@@ -35,6 +35,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str | None = None
     cors_allow_origins: tuple[str, ...] = ()  # web pages that may use this server; "*": all
     sse_keep_alive_s: float = 15.0
+    stream_interval: int = 1  # tokens of a choice that a stream's event carries, but for the first and the last
     unknown_fields: UnknownFields = "refuse"
     max_logprobs: int = 20  # likeliest tokens that a client may ask for at each place
     max_generating: int | None = None  # requests that generate or wait: each holds a socket, and files are bounded

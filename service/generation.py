@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from service.auth import Caller
-from service.choice import Choice, Delta, FinishReason, TextRules
+from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
 from service.engine_client import EndReason, Limits, Sibling, Submit
 from service.errors import BadRequest, EngineDead, quoted
 from service.prompts import Prompt, output_tokens
@@ -48,15 +48,20 @@ class Generation:
         request_id: str,
         caller: Caller,
         default_tokens: int | None,
+        interval: int = 1,
     ) -> None:
-        """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead."""
+        """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead.
+
+        interval: tokens of a choice that come together, but for its first.
+        """
+        self._interval = interval
         limits = model.client.limits
         check_token_ids(body.stop_token_ids or [], limits.vocabulary, param="stop_token_ids", path="$.stop_token_ids")
         self._budgets = [
             output_tokens(len(prompt.ids), body, limits, caller.tenant, default=default_tokens) for prompt in prompts
         ]
         _check_together(body, self._budgets, limits)
-        self._rules, self._template = self._ask(body, model, request_id, caller)
+        self._rules, self._template = self._ask(body, model, request_id, caller, interval)
         self.prompts = prompts
         self.choices_per_prompt = body.choices_per_prompt
         self.inbox = Inbox(model.client.turn)
@@ -76,7 +81,9 @@ class Generation:
             raise
 
     @staticmethod
-    def _ask(body: GenerationBody, model: ServedModel, request_id: str, caller: Caller) -> tuple[TextRules, Submit]:
+    def _ask(
+        body: GenerationBody, model: ServedModel, request_id: str, caller: Caller, interval: int
+    ) -> tuple[TextRules, Submit]:
         """What is the same for all prompts: how tokens become text, and a message without a prompt."""
         # an end token is reported as null even if the client named it too
         own_ends = () if body.ignore_eos else model.end_ids
@@ -90,6 +97,7 @@ class Generation:
             stop_token_ids=client_ends,
             min_tokens=sampling.min_tokens,
             ends_complete=bool(body.return_cache_info),
+            merge_above=MERGE_ABOVE if interval == 1 else 1,
             is_echo_only=body.asked_tokens == 0,
         )
         scored = [body.prompt_logprobs, body.top_choices if body.scores_echo else None]
@@ -120,7 +128,9 @@ class Generation:
                 Choice(
                     index=len(self.choices) + i,
                     prompt=prompt,
-                    stream=TokenStream(partial(client.cancel, sequence_id), self.inbox, prompt.scores),
+                    stream=TokenStream(
+                        partial(client.cancel, sequence_id), self.inbox, prompt.scores, interval=self._interval
+                    ),
                     detokenizer=model.tokenizer.detokenizer(
                         skip_special_tokens=body.skip_special_tokens is not False,
                         shown=frozenset() if prompt.reading is None else prompt.reading.marks,

@@ -115,6 +115,7 @@ class Server:
             cors_allow_origins=tuple(settings.cors_allow_origins),
             admin_api_key=settings.admin_api_key,
             sse_keep_alive_s=settings.sse_keep_alive_s,
+            stream_interval=settings.stream_interval,
             unknown_fields=settings.unknown_fields,
             max_logprobs=settings.max_logprobs,
             max_generating=allow_many_sockets(),

@@ -259,6 +259,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sse_keep_alive_s: Annotated[
         Seconds, About("HTTP", "a stream without news for this long gets a comment, for proxies' sake", "SECONDS")
     ] = msgspec.field(default=15.0, name="sse_keep_alive")
+    stream_interval: Annotated[
+        int,
+        Meta(ge=1, le=1_000),
+        About(
+            "HTTP",
+            "tokens an event of a stream, but for the first and the last: fewer events cost less. A stop string is "
+            "found up to so many tokens later; they are neither sent nor counted",
+            "N",
+        ),
+    ] = 1
     shutdown_timeout_s: Annotated[
         Seconds, About("HTTP", "on SIGTERM, how long running requests may go on before they are ended", "SECONDS")
     ] = msgspec.field(default=30.0, name="shutdown_timeout")

@@ -112,9 +112,11 @@ class TokenStream:
 
     __slots__ = (
         "_cancel",
+        "_due",
         "_ended",
         "_failure",
         "_inbox",
+        "_interval",
         "_is_listed",
         "_is_over",
         "_prompt_scores",
@@ -127,11 +129,15 @@ class TokenStream:
         cancel: Callable[[], None] | None = None,
         inbox: Inbox | None = None,
         prompt_scores: list[Scores] | None = None,
+        interval: int = 1,
     ) -> None:
         """`cancel` is called once, by `close`, if the Sequence has not ended by then.
 
         prompt_scores: where those of the prompt go. All choices of a prompt show them, whichever is read first.
+        interval: after the first token, so many make news; fewer wait, until the end at the latest.
         """
+        self._interval = interval
+        self._due = 1  # tokens that are news
         self._cancel = cancel
         self._inbox = Inbox() if inbox is None else inbox
         self._tokens: list[int] = []
@@ -154,7 +160,8 @@ class TokenStream:
             self._tokens.append(tokens)
         else:
             self._tokens.extend(tokens)
-        self._report()
+        if len(self._tokens) >= self._due:
+            self._report()
 
     def put_prompt_scores(self, scores: list[Scores]) -> None:
         """Scores of the prompt's next tokens: no news by themselves, since they come before the first token."""
@@ -188,6 +195,8 @@ class TokenStream:
         """Everything that waits. Raises EngineDead once the tokens before a failure have been taken."""
         self._is_listed = False
         tokens, self._tokens = self._tokens, []
+        if tokens:
+            self._due = self._interval
         scores, self._scores = self._scores, []
         if self._failure is not None:
             if not tokens:

@@ -274,6 +274,39 @@ async def test_c05_several_prompts_interleave_by_index(server: Server) -> None:
     assert whole["usage"]["prompt_tokens"] == 3
 
 
+async def test_a_stream_interval_lets_tokens_share_events_but_for_the_first_and_the_last(start: Start) -> None:
+    """Nothing is lost by it: text, ids, entries, usage and reason are those of the whole answer, choice by choice."""
+    server = await start(settings={"stream_interval": 3}, engine={"script": says(" a b c d e f g h")})
+    asked: dict[str, Any] = {"prompt": ["the", "a"], "max_tokens": 30, "return_token_ids": True, "logprobs": 1}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    whole = (await server.complete(**asked)).json
+    *events, usage = (await server.complete(**asked, stream=True, stream_options=options)).events
+    assert joined(events) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert [len(part["token_ids"]) for part in parts] == [1, 3, 3, 2]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+    _role, *chat = (await server.chat(stream=True)).events
+    deltas = [event["choices"][0]["delta"] for event in chat]
+    assert deltas == [{"content": " a"}, {"content": " b c d"}, {"content": " e f g"}, {"content": " h"}]
+
+
+@pytest.mark.parametrize("stop", ["c", "d", "e", "h", "zz"])
+async def test_a_stop_string_cuts_the_same_whatever_the_stream_interval(start: Start, stop: str) -> None:
+    """Tokens that were made past it, since it was looked for late, are neither sent nor counted."""
+    server = await start(settings={"stream_interval": 4}, engine={"script": says(" a b c d e f g h")})
+    whole = (await server.complete(max_tokens=30, stop=stop)).json
+    *events, usage = (
+        await server.complete(max_tokens=30, stop=stop, stream=True, stream_options={"include_usage": True})
+    ).events
+    assert joined(events) == {0: whole["choices"][0]["text"]}
+    assert reasons(events)[-1] == whole["choices"][0]["finish_reason"] == "stop"
+    assert events[-1]["choices"][0]["stop_reason"] == whole["choices"][0]["stop_reason"]
+    assert usage["usage"] == whole["usage"]
+
+
 async def test_silence_is_broken_by_comments_before_and_between_events(start: Start) -> None:
     """C06: a comment, never an empty event; it carries the status line when nothing else has."""
     server = await start(settings={"sse_keep_alive_s": 0.02}, engine={"is_manual": True})

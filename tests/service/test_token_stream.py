@@ -47,6 +47,23 @@ async def test_streams_of_one_inbox_report_in_order_of_news() -> None:
     assert first.take().tokens == [2]
 
 
+async def test_an_interval_lets_tokens_wait_but_for_the_first_and_the_end() -> None:
+    stream = TokenStream(interval=3)
+
+    async def read() -> list[tuple[list[int], Ended | None]]:
+        return [(chunk.tokens, chunk.ended) async for chunk in stream]
+
+    reader = asyncio.create_task(read())
+    for token in range(8):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream.put(token)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stream.end(Ended(1, "length"))
+    assert await reader == [([0], None), ([1, 2, 3], None), ([4, 5, 6], None), ([7], Ended(1, "length"))]
+
+
 async def test_wake_returns_without_news() -> None:
     inbox = Inbox()
     waiting = asyncio.create_task(inbox.next_ready())
