@@ -3,6 +3,7 @@
     pagewalk bench serve --shape smol --runs 20@seq,1000@50,1000@100,1000@inf [--out FILE.jsonl] [--plot FILE.svg]
     pagewalk bench serve --url http://127.0.0.1:8000 --name m --vocabulary 49152 --runs 400@8,400@16
     pagewalk bench serve --shape 8b --runs 1000@inf -- --front-ends 4        further flags for the server
+    pagewalk bench serve --drawn FILE.jsonl --shape 8b --plot FILE.svg       a picture of earlier runs
 
 A run is REQUESTS@RATE: so many rows of the workload, at so many arrivals a second (Poisson, from a fixed seed), or
 `inf` at once, or `seq` one after the other. --shape: a network with random weights and a made-up tokenizer of its
@@ -23,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench import loadgen, workload
+from bench import loadgen, serve_plot, workload
 from bench.offline import SHAPES
 from bench.server_process import NAME, serving
 from model.config import read_config
@@ -59,7 +60,7 @@ def load(url: str, name: str, vocabulary: int, run: str, chosen: argparse.Namesp
     arguments += ["--rate", rate, "--limit", limit, "--procs", str(chosen.procs), "--label", chosen.label or run]
     options = loadgen.parse_args(arguments)
     start, results, cpu = loadgen.run(options, loadgen.load_rows(options.workload, options.limit))
-    return loadgen.summary(options, start, results, cpu)
+    return {"network": chosen.shape or name} | loadgen.summary(options, start, results, cpu)
 
 
 COLUMNS = ("run", "failures", "duration s", "tok/s", "TTFT mean / p50 / p99 ms", "TPOT mean / p50 / p99 ms", "ITL p99")
@@ -84,26 +85,13 @@ def row(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Times to the first token and between tokens, against the rate of arrivals. Needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    paced = sorted((result for result in results if isinstance(result["rate"], float)), key=lambda each: each["rate"])
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
-    for axis, name, title in zip(axes, ("ttft_ms", "tpot_ms"), ("first token", "time per output token"), strict=True):
-        for part in ("p50", "p99"):
-            axis.plot([each["rate"] for each in paced], [each[name][part] for each in paced], marker="o", label=part)
-        axis.set(title=f"{title}, {paced[0]['label'] if paced else ''}", xlabel="requests a second", ylabel="ms")
-        axis.set_ylim(bottom=0)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument(
+        "--drawn", type=Path, metavar="FILE", help="run nothing: draw the lines of this file, of --shape"
+    )
     what.add_argument("--model", help="a real model")
     what.add_argument("--url", help="a server that runs already, of whatever kind")
     parser.add_argument("--name", default=NAME, help="what the server at --url calls its model")
@@ -113,11 +101,17 @@ def main() -> None:
     parser.add_argument("--procs", type=int, default=4, help="processes of the generator")
     parser.add_argument("--label", help="goes into the JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the lines of JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture of the runs with a rate")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture of the runs with a rate (svg)")
     parser.add_argument("flags", nargs="*", help="for the server, behind --")
     chosen = parser.parse_args()
     if chosen.url is not None and chosen.vocabulary is None:
         parser.error("--url needs --vocabulary")
+    if chosen.drawn is not None:
+        if chosen.shape is None or chosen.plot is None:
+            parser.error("--drawn needs --shape and --plot")
+        earlier = [json.loads(line) for line in chosen.drawn.read_text("utf-8").splitlines()]
+        serve_plot.plot([each for each in earlier if each["network"] == chosen.shape], chosen.shape, chosen.plot)
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results: list[dict[str, Any]] = []
@@ -139,7 +133,7 @@ def main() -> None:
     for result in results:
         print("| " + " | ".join(row(result)) + " |", file=sys.stderr)
     if chosen.plot is not None:
-        plot(results, chosen.plot)
+        serve_plot.plot(results, results[0]["network"], chosen.plot)
     if any(result["failures"] for result in results):
         raise SystemExit("some requests failed")
 

@@ -2,7 +2,7 @@
 
 from array import array
 
-from bench import loadgen, serve, workload
+from bench import loadgen, serve, serve_plot, workload
 from bench.offline import SHAPES
 from service.tokenization import Tokenizer
 
@@ -38,3 +38,15 @@ def test_figures_of_known_times() -> None:
     assert (found["ttft_ms"]["mean"], found["ttft_ms"]["p99"]) == (200.0, 300.0)
     assert (found["tpot_ms"]["p50"], found["tpot_ms"]["max"]) == (10.0, 20.0)
     assert serve.row(found)[0] == "3@4"
+
+
+def test_a_picture_has_the_runs_with_a_rate_in_order_beside_the_peer_s() -> None:
+    """Runs at once or one by one have no place on an axis of rates; a network without a peer stands alone."""
+    runs = [
+        {"rate": rate, "ttft_ms": {"p50": 1.0, "p99": 2.0}, "tpot_ms": {"p50": 3.0, "p99": rate}}
+        for rate in ("inf", 16.0, "seq", 8.0)
+    ]
+    drawn = serve_plot.lines(runs, "8b", "tpot_ms")
+    assert drawn["Pagewalk", "p99"] == [(8.0, 8.0), (16.0, 16.0)]
+    assert drawn["vLLM 0.22.1", "p99"] == [(8, 5.98), (16, 6.72), (24, 7.78), (32, 9.68)]
+    assert set(serve_plot.lines(runs, "another", "ttft_ms")) == {("Pagewalk", "p50"), ("Pagewalk", "p99")}
