@@ -12,14 +12,17 @@ import ctypes
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mm.addresses import PAGE_SIZE
+from mm.addresses import PAGE_SIZE, BoolArray
 from mm.backing_store import BackingStore
 from mm.page_copies import MemoryOrders, SwapOrders
 from model.batch import forward_batch
@@ -34,6 +37,7 @@ from model.parameters import Parameters
 from model.sampler import Sampled, sample
 from model.sampling_rows import SamplingRows
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
+from model.token_masks import TokenMasks, mask_words
 
 
 class CpuTicket:
@@ -59,6 +63,14 @@ class CpuTicket:
         """Called once, by the worker."""
         self._result, self._error = result, error
         self._done.set()
+
+
+class _Computed(NamedTuple):
+    """A step up to its sampling."""
+
+    ticket: CpuTicket
+    logits: Tensor  # (N, V) float32, of the rows that sample
+    failed: BoolArray  # (S,)
 
 
 class CpuExecutor:
@@ -96,7 +108,9 @@ class CpuExecutor:
         self._tables = np.zeros((max_rows, max_pages), np.int32)
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._settings = SamplingRows.greedy(max_rows)
-        self._queue: SimpleQueue[tuple[StepPlan, CpuTicket] | SwapOrders | None] = SimpleQueue()
+        self.masks = np.empty((max_rows, mask_words(config.vocabulary)), np.int32)  # takes memory when touched
+        self._unsampled: _Computed | None = None  # a step that waits for `sample`
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="cpu-executor", daemon=True)
         with torch.inference_mode():
@@ -109,8 +123,14 @@ class CpuExecutor:
         if self._closed:
             raise RuntimeError("the executor is closed")
         ticket = CpuTicket(plan.step)
-        self._queue.put((plan, ticket))
+        self._queue.put(partial(self._run, plan, ticket))
         return ticket
+
+    def sample(self, plan: StepPlan) -> None:
+        """Enqueue the sampling of the masked step submitted last. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("the executor is closed")
+        self._queue.put(partial(self._run_sampling, plan))
 
     @property
     def ready_slots(self) -> int:
@@ -125,7 +145,7 @@ class CpuExecutor:
         if self._closed:
             raise RuntimeError("the executor is closed")
         if len(orders):
-            self._queue.put(orders)
+            self._queue.put(partial(self._swap, orders))
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets of swap orders that have ended, and whether they succeeded."""
@@ -148,16 +168,33 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def _work(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            if isinstance(entry, SwapOrders):
-                self._moved.append((entry.ticket, self._move(entry)))
-                continue
-            plan, ticket = entry
-            try:
-                torch.set_num_threads(self.threads.of(len(plan.token_ids)))  # of this thread only, OpenMP sees to that
-                ticket.finish(self._run(plan))
-            except BaseException as error:  # noqa: BLE001 (whoever waits for the step decides what its failure means)
-                ticket.finish(None, error)
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def _swap(self, orders: SwapOrders) -> None:
+        self._moved.append((orders.ticket, self._move(orders)))
+
+    def _run(self, plan: StepPlan, ticket: CpuTicket) -> None:
+        try:
+            torch.set_num_threads(self.threads.of(len(plan.token_ids)))  # of this thread only, OpenMP sees to that
+            computed = self._compute(plan, ticket)
+            if plan.masked is None:
+                ticket.finish(self._end(plan, computed, None))
+            else:
+                self._unsampled = computed
+        except BaseException as error:  # noqa: BLE001 (whoever waits for the step decides what its failure means)
+            ticket.finish(None, error)
+
+    def _run_sampling(self, plan: StepPlan) -> None:
+        computed, self._unsampled = self._unsampled, None
+        if computed is None or plan.masked is None:
+            return  # it has failed before
+        try:
+            places = np.cumsum(plan.samples)[plan.masked] - 1
+            masks = TokenMasks(places, self.masks[: len(places)])
+            computed.ticket.finish(self._end(plan, computed, masks))
+        except BaseException as error:  # noqa: BLE001 (as above)
+            computed.ticket.finish(None, error)
 
     def _choose_threads(self, asked: int | None) -> ThreadCounts:
         if asked:
@@ -179,8 +216,8 @@ class CpuExecutor:
         torch.set_num_threads(threads)
         times = []
         for _ in range(4):  # the first one wakes the threads and makes oneDNN's kernels
-            begun = time.perf_counter()
-            self._run(plan)
+            begun, ticket = time.perf_counter(), CpuTicket(plan.step)
+            self._end(plan, self._compute(plan, ticket), None)
             times.append(time.perf_counter() - begun)
         self.pool.data[0].zero_()
         self._last_tokens[:] = 0
@@ -197,30 +234,34 @@ class CpuExecutor:
             self.pool.frame(frame).copy_(self._store.slot(slot))
         return True
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _compute(self, plan: StepPlan, ticket: CpuTicket) -> _Computed:
+        """Everything of a step that comes before its sampling."""
         self.pool.copy(plan.orders.copies)
         changes = plan.orders.table_changes
         self._tables[changes.rows, changes.pages] = changes.frames
         if plan.settings is not None:
             self._settings.store(plan.settings)
-        tokens = np.full(len(plan.rows), -1, np.int32)
         if not len(plan.token_ids):
-            return StepResult(tokens, np.zeros(len(plan.rows), np.bool_))
-
+            return _Computed(ticket, torch.empty(0, self.vocabulary), np.zeros(len(plan.rows), np.bool_))
         batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
         scores, failed = self._kernels.compute(batch, 0 if plan.scored is None else len(plan.scored.places))
+        return _Computed(ticket, scores, failed)
+
+    def _end(self, plan: StepPlan, computed: _Computed, masks: TokenMasks | None) -> StepResult:
+        """Its sampling, and what comes back."""
+        tokens, failed = np.full(len(plan.rows), -1, np.int32), computed.failed
         sampled = None
         if plan.samples.any():
-            sampled = self._sample(plan, scores)
+            sampled = self._sample(plan, computed.logits, masks)
             tokens[plan.samples] = sampled.tokens.numpy()
             failed[plan.samples] |= sampled.failed.numpy()
         scored = None if plan.scored is None else self._score(plan.scored)
         return StepResult(tokens, failed, None if sampled is None else sampled.logprobs, scored)
 
-    def _sample(self, plan: StepPlan, scores: Tensor) -> Sampled:
+    def _sample(self, plan: StepPlan, scores: Tensor, masks: TokenMasks | None) -> Sampled:
         """Sample for the rows that do, from their logits `scores` (N, V); they keep what comes out."""
         rows = plan.rows[plan.samples]
-        sampled = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64))
+        sampled = sample(scores, self._settings.take(rows), plan.lengths[plan.samples].astype(np.int64), masks)
         tokens = sampled.tokens.numpy().astype(np.int32)
         self._last_tokens[rows] = tokens
         self._settings.add(rows, tokens)

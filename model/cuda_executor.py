@@ -26,7 +26,7 @@ from cuda.page_copy import PageCopy
 from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from cuda.shared_prefix import part_floats
-from mm.addresses import PAGE_SIZE, Int64Array
+from mm.addresses import PAGE_SIZE, Int32Array, Int64Array
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
@@ -272,6 +272,8 @@ class DeviceProgram:
 class CudaExecutor:
     """`model.executor.Executor` on the current CUDA device."""
 
+    masks: Int32Array = np.empty((0, 0), np.int32)  # it takes none: the server refuses constraints on a GPU
+
     polls = 2000  # steps take milliseconds or less: poll between turns of the event loop before a thread waits
 
     def __init__(
@@ -345,6 +347,10 @@ class CudaExecutor:
         else:
             reports.scored = self._program.run(self._program.sizes(plan, self._raw_stream), plan.scored)
         return CudaTicket(plan.step, slot, sequences, reports, self)
+
+    def sample(self, plan: StepPlan) -> None:
+        """Raises RuntimeError: `submit` has sampled."""
+        raise RuntimeError("this executor takes no masks")
 
     @property
     def ready_slots(self) -> int:

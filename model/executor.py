@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from mm.addresses import Int32Array
 from mm.page_copies import SwapOrders
 from model.step_plan import StepPlan, Ticket
 
@@ -17,10 +18,17 @@ class Executor(Protocol):
     frame_bytes: int  # keys and values of one page, all layers
     vocabulary: int  # rows of the output matrix
     slots: int  # swap slots that it can copy frames to and from; 0: no swap
+    masks: Int32Array
+    """(most rows of a step, mask_words(vocabulary)): for `sample`. Free to be written while no step waits for it."""
+
     polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue one step and return at once."""
+        """Enqueue one step and return at once. If rows of it are masked, it ends by `sample`; no step comes before."""
+        ...
+
+    def sample(self, plan: StepPlan) -> None:
+        """Enqueue the sampling of the step submitted last, whose rows plan.masked have the first rows of `masks`."""
         ...
 
     @property

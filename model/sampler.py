@@ -8,8 +8,9 @@ A. Adjust, only for rows that ask, in float32. Results of 1 to 3 are held within
    1. repetition_penalty r: each token in prompt or output: x / r if x > 0, else x * r.
    2. each token that the output has c > 0 times: x -= frequency_penalty * c + presence_penalty.
    3. logit_bias: x += value.
-   4. minus infinity for what must not come: tokens outside of allowed_token_ids; barred_ids while the output has fewer
-      than min_tokens; the last token of a bad word whose other tokens are the row's last ones, over prompt and output.
+   4. minus infinity for what must not come: tokens that the row's mask (model.token_masks) leaves out; tokens outside
+      of allowed_token_ids; barred_ids while the output has fewer than min_tokens; the last token of a bad word whose
+      other tokens are the row's last ones, over prompt and output.
 B. Log-probabilities, for rows that ask: of the adjusted logits, before temperature and truncation (model/log_probs.py).
 C. Temperatures below 1e-5 are greedy: the largest adjusted logit, the lowest id among equals.
 D. The others draw. With d = (max - x) / temperature >= 0 in float32, a token's weight is exp(-d) in float32, and its
@@ -45,6 +46,7 @@ from model.log_probs import log_probs
 from model.philox import below, random_words
 from model.sampling_rows import SamplingRows
 from model.step_plan import LogProbs
+from model.token_masks import TokenMasks
 from model.truncation import kept_tokens
 
 GREEDY_BELOW = 1e-5
@@ -60,16 +62,19 @@ class Sampled(NamedTuple):
     logprobs: LogProbs | None  # of the rows that ask, in order; None if nobody does
 
 
-def sample(logits: Tensor, rows: SamplingRows, positions: Int64Array) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows, positions: Int64Array, masks: TokenMasks | None = None) -> Sampled:
     """Choose one token a row.
 
     logits (N, V) float32, on the CPU: overwritten by the adjusted ones. positions (N,): where each new token will stand
-    in its Sequence. `rows` does not learn what was sampled: SamplingRows.add.
+    in its Sequence. masks: of some of the rows. `rows` does not learn what was sampled: SamplingRows.add.
     """
     highest = logits.amax(-1)
     failed = ~(highest.isfinite() & logits.amin(-1).isfinite())
     _flatten(logits, highest, failed)
     adjusted = rows.adjustments.apply(logits, positions)
+    if masks is not None:
+        masks.apply(logits)
+        adjusted = np.union1d(adjusted, masks.places)
     if len(adjusted):
         for row in adjusted.tolist():  # a copy of these rows would take ten times as long
             highest[row] = logits[row].amax()

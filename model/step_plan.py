@@ -102,6 +102,9 @@ class StepPlan:
     samples: BoolArray  # (S,) the chunk ends at the row's last token, so a new token is sampled after it
     decodes: int  # the first `decodes` rows have one query token each and sample
     scored: ScoredTokens | None = None
+    masked: Int32Array | None = None
+    """Places of rows that sample under a mask of tokens which is not known yet (ascending, not empty): the step is
+    carried out up to its sampling, which waits for `Executor.sample`. None: nobody does."""
     groups: SharedPrefixes | None = None
     """Which decodes (places 0 ... decodes - 1 of `rows`) begin with the same frames: an executor may compute attention
     over those once for all, or ignore it (as the CPU's does). Results are the same but for rounding. Every shared page

@@ -14,9 +14,11 @@ from aiohttp import web
 from service.answers import ChatForm, CompletionForm, Form, Wishes, running_usage
 from service.body import read_body
 from service.choice import Choice, Delta, merged
-from service.errors import InternalError, PagewalkError
+from service.constraint import Constraint, constraint_of
+from service.errors import BadRequest, InternalError, NotImplementedYet, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
+from service.grammars import GrammarRefused
 from service.logprobs import Spelling
 from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
 from service.prompts import Prompt, chat_prompt, completion_prompts
@@ -76,6 +78,7 @@ async def answer(
     )
     front_end.check_room()
     caller = request[CALLER]
+    constraint = await checked_constraint(body, model)
     generation = Generation(
         body,
         prompts,
@@ -84,6 +87,7 @@ async def answer(
         caller=caller,
         default_tokens=default_tokens,
         interval=front_end.settings.stream_interval if body.stream else 1,
+        constraint=constraint,
     )
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1
@@ -99,6 +103,21 @@ async def answer(
         for prompt in generation.by_prompt():
             front_end.metrics.prompt_ended(prompt)
         await front_end.spend(caller.tenant, generation.completion_tokens)
+
+
+async def checked_constraint(body: GenerationBody, model: ServedModel) -> Constraint | None:
+    """What the output must be, once it is known that it can be. Raises BadRequest, QueueFull."""
+    asked = constraint_of(body.response_format, body.structured_outputs)
+    if asked is None:
+        return None
+    constraint, param = asked
+    if not model.takes_constraints:
+        raise NotImplementedYet(f"{param} is not served on a GPU by this version.", param=param)
+    try:
+        await model.grammars.check(constraint)
+    except GrammarRefused as error:
+        raise BadRequest(f"{param} cannot be kept to: {error}.", param=param) from None
+    return constraint
 
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:

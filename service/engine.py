@@ -3,6 +3,9 @@
     messages ──▶ schedule ──▶ submit (step k + 1) ──▶ commit (step k) ──▶ token batches
                  └─ host, microseconds ─┘              └─ waits for the device
 
+Where rows of step k + 1 have a grammar, what is submitted ends before its sampling. The tokens of step k advance their
+Matchers, which fill the masks of step k + 1; then its sampling is submitted, and step k committed.
+
 It owns the scheduler and, through it, all memory. Everything reaches it by messages (engine_client.py) and leaves it by
 events. A broken invariant or a step that raises ends it for good: every open Sequence is told, and the process exits.
 """
@@ -12,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -38,6 +41,8 @@ from service.engine_client import (
     TokenBatch,
 )
 from service.errors import QueueFull
+from service.grammars import Grammar, MaskWorker, Matcher
+from service.held_submits import Held, HeldSubmits
 from service.open_requests import open_requests
 from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
@@ -92,6 +97,7 @@ class _InFlight:
     submitted_s: float  # on the engine's clock
     schedule_s: float
     submit_s: float
+    matchers: list[Matcher]  # of the rows plan.masked
 
 
 class Engine:
@@ -117,7 +123,9 @@ class Engine:
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._front_ends: dict[int, FrontEnd] = {}
-        self._inbox: deque[tuple[int, Message]] = deque()
+        self._inbox: deque[tuple[int, Message | Held]] = deque()
+        self.held = HeldSubmits(self._release)  # until their grammars are compiled
+        self._masks: MaskWorker | None = None  # made when it is first needed
         self._unread = self._unread_tokens = 0  # choices that were submitted since the last step, and their prompts
         self._queue_wait = QueueWait()
         self._wake = asyncio.Event()
@@ -146,6 +154,9 @@ class Engine:
             raise
         finally:
             self._waiter.shutdown(wait=False)
+            self.held.close()
+            if self._masks is not None:
+                self._masks.close()
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
@@ -168,7 +179,8 @@ class Engine:
         submitted = None
         if plan is not None:
             ticket = self.executor.submit(plan)
-            submitted = _InFlight(plan, ticket, scheduled, scheduled - started, self._clock() - scheduled)
+            matchers = self.scheduler.latest_matchers()
+            submitted = _InFlight(plan, ticket, scheduled, scheduled - started, self._clock() - scheduled, matchers)
         for orders in self.scheduler.take_swap_orders():
             self._moving[orders.ticket] = len(orders), self._clock()
             self.executor.start(orders)
@@ -179,12 +191,25 @@ class Engine:
             elif self.scheduler.has_work and not ended:
                 raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
         if self.previous is not None:
-            await self._commit(self.previous)
+            await self._commit(self.previous, submitted)
+        elif submitted is not None and submitted.matchers:
+            await self._mask([], submitted)
         self.previous = submitted
 
-    async def _commit(self, step: _InFlight) -> None:
+    async def _commit(self, step: _InFlight, following: _InFlight | None) -> None:
         began = self._clock()
         result = await self._wait(step.ticket)
+        if step.matchers:
+            places = step.plan.masked
+            pairs = zip(step.matchers, result.tokens[places].tolist(), result.failed[places].tolist(), strict=True)
+            await self._mask([(matcher, token) for matcher, token, failed in pairs if not failed], following)
+            lost = [bool(matcher.error) for matcher in step.matchers]
+            if any(lost):
+                failed = result.failed.copy()
+                failed[places] |= lost
+                result = replace(result, failed=failed)
+        elif following is not None and following.matchers:
+            await self._mask([], following)
         now = self._clock()
         committed = self.scheduler.commit(result, now)
         if (prefilled := len(step.plan.token_ids) - step.plan.decodes) > step.plan.decodes:
@@ -227,6 +252,15 @@ class Engine:
             )
         )
 
+    async def _mask(self, sampled: list[tuple[Matcher, int]], following: _InFlight | None) -> None:
+        """Advance Matchers by what their rows have sampled, and let the following step sample, if it waits for that."""
+        if self._masks is None:
+            self._masks = MaskWorker()
+        matchers = [] if following is None else following.matchers
+        await self._masks.turn(sampled, matchers, self.executor.masks)
+        if following is not None and matchers:
+            self.executor.sample(following.plan)
+
     async def _wait(self, ticket: Ticket) -> StepResult:
         """Let the event loop run until the step is done: poll where steps are short, else wait in a thread."""
         await asyncio.sleep(0)  # front ends get a turn each step, however fast the device is
@@ -240,7 +274,8 @@ class Engine:
 
     async def _idle(self) -> None:
         """Sleep until a message comes; meanwhile, once, check that the books balance."""
-        self._is_idle.set()
+        if not self.held:
+            self._is_idle.set()
         while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
             await asyncio.sleep(0)
         try:
@@ -276,10 +311,16 @@ class Engine:
         while self._inbox:
             front_end, message = self._inbox.popleft()
             now = self._clock()
+            if isinstance(message, Held):
+                self._submit_held(message)
+                continue
             if isinstance(message, Submit):
-                self._unread -= 1 + len(message.siblings)
-                self._unread_tokens -= len(message.prompt_ids)
-                self._submit(message, front_end, now)
+                if message.constraint is None:
+                    self._submit(message, front_end, now)
+                else:
+                    self.held.hold(front_end, message, now)
+                continue
+            if self.held.keeps(front_end, message):
                 continue
             sequence = self.scheduler.find((front_end, message.sequence_id))
             if sequence is None:
@@ -294,30 +335,57 @@ class Engine:
             self._deliver(front_end, TokenBatch(self._step, [], [], [ended]))
             self._observer.sequence_ended(sequence, ended, now)
 
-    def _submit(self, message: Submit, front_end: int, now: float) -> None:
+    def _submit(self, message: Submit, front_end: int, now: float, grammar: Grammar | None = None) -> None:
         """Queue it, unless the queue is full: front ends have looked, but may not have known of each other."""
+        self._note_read(message)
         waiting = self.scheduler.sequences.waiting
         queue = QueueState(len(waiting), waiting.prompt_tokens, self.queue.wait_s)
         try:
             self.limits.check_queue(queue, 1 + len(message.siblings), len(message.prompt_ids))
         except QueueFull as full:
-            ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
-            refused = [Ended(id_, "error", str(full), full.retry_after_s) for id_ in ids]
-            self._deliver(front_end, TokenBatch(self._step, [], [], refused))
+            self._refuse(message, front_end, str(full), full.retry_after_s)
         else:
-            self.scheduler.submit(message, front_end, now)
+            self.scheduler.submit(message, front_end, now, grammar)
+
+    def _note_read(self, message: Submit) -> None:
+        self._unread -= 1 + len(message.siblings)
+        self._unread_tokens -= len(message.prompt_ids)
+
+    def _refuse(self, message: Submit, front_end: int, why: str, retry_after_s: int | None = None) -> None:
+        ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+        self._deliver(
+            front_end, TokenBatch(self._step, [], [], [Ended(id_, "error", why, retry_after_s) for id_ in ids])
+        )
+
+    def _release(self, held: Held) -> None:
+        """Its grammar is there, or will not be: it is read before the next step."""
+        self._inbox.append((held.front_end, held))
+        self._wake.set()
+
+    def _submit_held(self, held: Held) -> None:
+        self.held.take(held)
+        if held.grammar is None:
+            self._note_read(held.message)
+            self._refuse(held.message, held.front_end, held.refusal)
+        else:
+            self._submit(held.message, held.front_end, held.came_s, held.grammar)
+        self._inbox.extendleft((held.front_end, later) for later in reversed(held.later))
+
+    def _unseen(self) -> list[tuple[int, Submit]]:
+        """Submits that the scheduler has not seen, with their front ends."""
+        unread = [(front_end, message) for front_end, message in self._inbox if isinstance(message, Submit)]
+        return self.held.submits() + unread
 
     def open_requests(self, owner: str) -> list[OpenRequest]:
         """The requests of an owner that have not ended, oldest first."""
-        unread = (message for _, message in self._inbox if isinstance(message, Submit))
-        return open_requests(self.scheduler, unread, owner, self._clock())
+        return open_requests(self.scheduler, (message for _, message in self._unseen()), owner, self._clock())
 
     def abort(self, owner: str, request_ids: Iterable[str]) -> int:
         """End an owner's requests of these ids before the next step; returns how many Sequences that ends."""
         ids = frozenset(request_ids)
         keys = [each.key for each in self.scheduler.open_sequences() if each.owner == owner and each.request_id in ids]
-        for front_end, message in self._inbox:
-            if isinstance(message, Submit) and message.owner == owner and message.request_id in ids:
+        for front_end, message in self._unseen():
+            if message.owner == owner and message.request_id in ids:
                 keys.append((front_end, message.sequence_id))
                 keys += [(front_end, sibling.sequence_id) for sibling in message.siblings]
         for front_end, sequence_id in keys:
@@ -345,6 +413,8 @@ class Engine:
                     scores = {i: each for i, each in found if each is not None}
                 self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
         for sequence, end in committed.ended:
+            if end.reason == "error" and sequence.constraint is not None and self.held.grammars is not None:
+                self.held.grammars.forget(sequence.constraint)
             self._observer.sequence_ended(sequence, end, now)
 
     def _deliver(self, front_end: int, event: Event) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from mm import EventCounters, MemoryInformation, MissReason, Pressure
 from model.step_plan import SamplingParameters
+from service.constraint import Constraint
 from service.errors import BadRequest, Draining, EngineDead, Loading, QueueFull, quoted
 from service.turn import Turn
 
@@ -59,6 +60,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     beam_search: BeamSearch | None = None
     prompt_logprobs: int = -1  # likeliest tokens to report at each prompt position; -1: nothing is reported
     timeout_s: float | None = None  # from now; then each choice ends with what it has, reason "timeout"
+    constraint: Constraint | None = None  # of each choice's output; not with beam_search
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

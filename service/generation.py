@@ -13,6 +13,7 @@ import msgspec
 
 from service.auth import Caller
 from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
+from service.constraint import Constraint
 from service.engine_client import EndReason, Limits, Sibling, Submit
 from service.errors import BadRequest, EngineDead, quoted
 from service.prompts import Prompt, output_tokens
@@ -49,10 +50,11 @@ class Generation:
         caller: Caller,
         default_tokens: int | None,
         interval: int = 1,
+        constraint: Constraint | None = None,
     ) -> None:
         """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead.
 
-        interval: tokens of a choice that come together, but for its first.
+        interval: tokens of a choice that come together, but for its first. constraint: one that can be kept to.
         """
         self._interval = interval
         limits = model.client.limits
@@ -61,7 +63,8 @@ class Generation:
             output_tokens(len(prompt.ids), body, limits, caller.tenant, default=default_tokens) for prompt in prompts
         ]
         _check_together(body, self._budgets, limits)
-        self._rules, self._template = self._ask(body, model, request_id, caller, interval)
+        self._rules, template = self._ask(body, model, request_id, caller, interval)
+        self._template = msgspec.structs.replace(template, constraint=constraint)
         self.prompts = prompts
         self.choices_per_prompt = body.choices_per_prompt
         self.inbox = Inbox(model.client.turn)

@@ -14,11 +14,13 @@ import numpy as np
 from mm import AddressSpace, ContentChain
 from mm.addresses import Int32Array, empty_int32
 from model.step_plan import Float32Array, SamplingParameters
+from service.constraint import Constraint
 from service.engine_client import MissInfo, Submit
 from service.family import Family
 
 if TYPE_CHECKING:
     from service.beams import BeamGroup
+    from service.grammars import Grammar, Matcher
 
 Key = tuple[int, int]
 """(front end, sequence id): what tells a Sequence from all others."""
@@ -52,9 +54,13 @@ class Sequence:
     prompt_ids: Int32Array
     prompt_logprobs: int = -1  # likeliest tokens to report at each place of the prompt; -1: nothing is reported
     deadline_s: float | None = None  # then it ends with what it has
+    constraint: Constraint | None = None  # of its output
     family: Family | None = None  # whose pages it may share by a fork
     is_sibling: bool = False  # its prompt came with another choice
     group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
+
+    # written by the engine, before the commit of each of its tokens
+    matcher: "Matcher | None" = None  # where it stands in the grammar of its constraint; None without one
 
     # written by the scheduler
     tokens: Int32Array = field(default_factory=empty_int32)  # prompt and output, as of the last time it did not run
@@ -96,6 +102,7 @@ class Sequence:
             prompt_ids=prompt_ids,
             prompt_logprobs=message.prompt_logprobs,
             deadline_s=None if message.timeout_s is None else now + message.timeout_s,
+            constraint=message.constraint,
             tokens=prompt_ids,
             scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),
         )
@@ -121,15 +128,16 @@ class Sequence:
         return self.front_end, self.sequence_id
 
 
-def choices_of(message: Submit, front_end: int, now: float) -> list[Sequence]:
-    """All choices of a request: the first, and its siblings, which differ in id and seed. They are one family."""
+def choices_of(message: Submit, front_end: int, now: float, grammar: "Grammar | None" = None) -> list[Sequence]:
+    """All choices of a request: the first, and its siblings, which differ in id and seed. They are one family.
+
+    grammar: the message's constraint, compiled.
+    """
     first = Sequence.from_submit(message, front_end, now)
-    if not message.siblings:
-        return [first]
-    first.family = Family()
-    return [
-        first,
-        *(
+    choices = [first]
+    if message.siblings:
+        first.family = Family()
+        choices += (
             replace(
                 first,
                 sequence_id=sibling.sequence_id,
@@ -139,5 +147,8 @@ def choices_of(message: Submit, front_end: int, now: float) -> list[Sequence]:
                 scores_due=first.prompt_tokens,
             )
             for sibling in message.siblings
-        ),
-    ]
+        )
+    if grammar is not None:
+        for choice in choices:
+            choice.matcher = grammar.start(choice.end_ids)
+    return choices

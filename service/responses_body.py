@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from service.constraint import JsonSchemaFormat, ResponseFormat
 from service.errors import BadRequest, quoted
 from service.messages import ChatMessage, FunctionCall, ToolCall
 from service.schema import Body, ChatBody
@@ -117,12 +118,11 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> ResponseFormat:
         """The same as `response_format`."""
         if self.type != "json_schema":
-            return {"type": self.type}
-        given = {"name": self.name, "description": self.description, "schema": self.schema, "strict": self.strict}
-        return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if value is not None}}
+            return ResponseFormat(self.type)
+        return ResponseFormat(self.type, JsonSchemaFormat(self.schema, self.name, self.description, self.strict))
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

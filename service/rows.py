@@ -31,6 +31,7 @@ class RunningRows:
         self.end_ids: Int32Array = np.full((rows, 1), NO_TOKEN, np.int32)
         self.end_id_counts: Int32Array = np.zeros(rows, np.int32)
         self.logprobs: Int32Array = np.full(rows, -1, np.int32)  # likeliest tokens to report; -1: nothing
+        self.is_constrained: BoolArray = np.zeros(rows, np.bool_)  # it samples under a mask of its grammar
         self.is_beam: BoolArray = np.zeros(rows, np.bool_)  # its next token is chosen by its group
 
     def enter(self, row: int, sequence: Sequence, arrival: int, computed: int) -> None:
@@ -48,6 +49,7 @@ class RunningRows:
         self.last_token_s[row] = np.nan
         self.last_step[row] = 0
         self.logprobs[row] = sequence.sampling.logprobs
+        self.is_constrained[row] = sequence.matcher is not None
         self.is_beam[row] = sequence.group is not None
         missing = len(sequence.end_ids) - self.end_ids.shape[1]
         if missing > 0:
@@ -63,6 +65,7 @@ class RunningRows:
         sequence.tokens = self.tokens[row, : self.known[row]].copy()
         self.sequences[row] = None
         self.known[row] = self.remaining[row] = self.limit[row] = 0
+        self.is_constrained[row] = False
         self.epoch[row] += 1
 
     def append(self, row: int, token: int) -> None:

@@ -40,9 +40,9 @@ Rules, cited by number below:
 import heapq
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,7 +69,11 @@ from service.sequences import Sequences, row_of
 from service.steady import Steady
 from service.victims import Victims
 
+if TYPE_CHECKING:
+    from service.grammars import Grammar, Matcher
+
 NOT_FINITE = "the model produced numbers that are not finite for this request"
+NOTHING_LEFT = "no token may come next by both the grammar and the other fields, or the numbers are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class _Submitted:
     asking: Int64Array  # places of the rows that report log-probabilities
     planned_s: float
     scored: Collection[ScoredChunk] = ()
+    matchers: "list[Matcher]" = field(default_factory=list)  # of the rows plan.masked
 
 
 class Scheduler:
@@ -172,9 +177,9 @@ class Scheduler:
         table = self.memory.oom_table(self._victims.candidates(running), 1)
         return running, table, self.memory.scorer.choose(table)
 
-    def submit(self, message: Submit, front_end: int, now: float) -> list[Sequence]:
-        """Queue all choices of a request."""
-        choices = choices_of(message, front_end, now)
+    def submit(self, message: Submit, front_end: int, now: float, grammar: "Grammar | None" = None) -> list[Sequence]:
+        """Queue all choices of a request. grammar: its constraint, compiled."""
+        choices = choices_of(message, front_end, now, grammar)
         if message.beam_search is None:
             for choice in choices:
                 self.add(choice)
@@ -217,6 +222,10 @@ class Scheduler:
         if ended:
             self._ended = Committed.nothing()
         return ended
+
+    def latest_matchers(self) -> "list[Matcher]":
+        """Of the rows that the latest plan masks, in its order. They must have its tokens before it is committed."""
+        return self._submitted[-1].matchers
 
     def take_swap_orders(self) -> list[SwapOrders]:
         """What the executor must start now, after the plan of the same turn was submitted."""
@@ -261,7 +270,7 @@ class Scheduler:
         steady = self._steady
         is_same = steady is not None and submitted.steady is steady and steady.changes == self.sequences.changes
         if steady is not None and is_same and not result.failed.any():
-            return self._commit_steady(steady, result, now)
+            return self._commit_steady(submitted, steady, result, now)
         sampled = np.flatnonzero(submitted.plan.samples)
         all_rows = submitted.plan.rows[sampled]
         mine = submitted.epochs[sampled] == state.epoch[all_rows]
@@ -283,7 +292,8 @@ class Scheduler:
         if len(submitted.asking):
             self._score_tokens(committed, submitted, result, sampled[good])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
-        self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], now)
+        complete = self._complete(submitted)[sampled[good]] if submitted.matchers else None
+        self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], complete, now)
         if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
             lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
             for row in submitted.plan.rows[lost].tolist():
@@ -308,7 +318,7 @@ class Scheduler:
         if sequence.group is not None:
             self._beams.fail(sequence.group, NOT_FINITE, now, committed)
         else:
-            committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
+            committed.ended.append((sequence, self.end(sequence, "error", now, message=_why_it_failed(sequence))))
 
     # --- ends that no step brings
 
@@ -364,15 +374,31 @@ class Scheduler:
         """The plan of the step before, one token further."""
         plan = steady.next_plan(self._step + 1, self.memory)
         self._step += 1
-        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now))
+        matchers = self._submitted[-1].matchers if self._submitted else self._matchers_of(plan)
+        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now, matchers=matchers))
         return plan
 
-    def _commit_steady(self, steady: Steady, result: StepResult, now: float) -> Committed:
+    def _commit_steady(self, submitted: _Submitted, steady: Steady, result: StepResult, now: float) -> Committed:
         """`commit` for rows that have all been committed in the step before too: nobody is new, nobody has left."""
         committed, stopped, full = steady.commit(result.tokens, result.logprobs, self._rows, self.memory, now)
+        complete = self._complete(submitted) if submitted.matchers else None
         if stopped is not None and full is not None:
-            self._end_rows(committed, steady.rows, stopped, full, now)
+            self._end_rows(committed, steady.rows, stopped, full, complete, now)
+        elif complete is not None and complete.any():
+            nobody = np.zeros(len(complete), np.bool_)
+            self._end_rows(committed, steady.rows, nobody, nobody, complete, now)
         return committed
+
+    def _complete(self, submitted: _Submitted) -> BoolArray:
+        """(S,) of a step's rows: whether nothing can follow in the row's grammar."""
+        complete = np.zeros(len(submitted.plan.rows), np.bool_)
+        complete[submitted.plan.masked] = [matcher.is_complete for matcher in submitted.matchers]
+        return complete
+
+    def _matchers_of(self, plan: StepPlan) -> "list[Matcher]":
+        rows = () if plan.masked is None else plan.rows[plan.masked].tolist()
+        matchers = [self._rows.at(row).matcher for row in rows]
+        return [matcher for matcher in matchers if matcher is not None]
 
     # --- what a step brought
 
@@ -408,13 +434,22 @@ class Scheduler:
         self.memory.publish(plan.rows[good], plan.lengths[good], self._rows.tokens)
 
     def _end_rows(
-        self, committed: Committed, rows: Int32Array, stopped: BoolArray, full: BoolArray, now: float
+        self,
+        committed: Committed,
+        rows: Int32Array,
+        stopped: BoolArray,
+        full: BoolArray,
+        complete: BoolArray | None,
+        now: float,
     ) -> None:
-        """End the Sequences of `rows` that sampled an end token or are as long as they may be."""
-        for i in np.flatnonzero(stopped | full).tolist():
+        """End the Sequences of `rows` that sampled an end token, have all that their grammar admits, or are as long as
+        they may be.
+        """
+        over = stopped if complete is None else stopped | complete
+        for i in np.flatnonzero(over | full).tolist():
             sequence = self._rows.at(int(rows[i]))
-            reason: EndReason = "stop" if stopped[i] else "length"
-            token = int(committed.tokens[i])
+            reason: EndReason = "stop" if over[i] else "length"
+            token = int(committed.tokens[i]) if stopped[i] else -1
             committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
 
     # --- choosing
@@ -573,6 +608,7 @@ class Scheduler:
                 prompts=state.prompt[entered_rows],
                 histories=[self._history(sequence) for sequence in entered],
             )
+        masked = np.flatnonzero(samples & state.is_constrained[rows]).astype(np.int32)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
         scored, scored_chunks = scored_tokens(chunks, len(decodes), starts, query_starts)
@@ -589,6 +625,7 @@ class Scheduler:
             decodes=len(decodes),
             groups=self._groups.of(decodes, starts[: len(decodes)]) if self._groups is not None else None,
             scored=scored,
+            masked=masked if len(masked) else None,
         )
         if (before := self._steady) is not None:  # its steps have noted nothing
             stayed = before.rows[before.epochs == state.epoch[before.rows]]
@@ -598,7 +635,7 @@ class Scheduler:
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
         asking = np.flatnonzero(samples & (state.logprobs[rows] >= 0))
-        self._submitted.append(_Submitted(plan, epochs, None, asking, now, scored_chunks))
+        self._submitted.append(_Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
         return plan
 
     def _history(self, sequence: Sequence) -> Int32Array:
@@ -615,7 +652,8 @@ class Scheduler:
             if sequence is None:
                 continue
             if result.failed[place]:
-                committed.ended.append((sequence, self.end(sequence, "error", now, message=NOT_FINITE)))
+                message = _why_it_failed(sequence)
+                committed.ended.append((sequence, self.end(sequence, "error", now, message=message)))
                 continue
             token, scores = int(result.tokens[place]), None
             if sequence.sampling.logprobs >= 0:
@@ -624,4 +662,12 @@ class Scheduler:
                 scores = scores_of(found, [sequence.sampling.logprobs])[0]
             committed.add(sequence, [token], scores)
             if reason := self.sequences.give(sequence, token, now):
-                committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
+                end_token = token if token in sequence.end_ids else -1
+                committed.ended.append((sequence, self.end(sequence, reason, now, end_token=end_token)))
+
+
+def _why_it_failed(sequence: Sequence) -> str:
+    if sequence.matcher is None:
+        return NOT_FINITE
+    error = sequence.matcher.error
+    return f"the output cannot go on in its grammar: {error}" if error else NOTHING_LEFT

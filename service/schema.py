@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from service.constraint import ResponseFormat, StructuredOutputs, constraint_of
 from service.errors import BadRequest, NotImplementedYet, quoted
 from service.messages import ChatMessage, check_tool_messages
 from service.tools import NamedChoice, Tool, ToolChoice, check_tools
@@ -122,12 +123,14 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     safety_identifier: str | None = None
     verbosity: str | None = None
 
+    # in use: what the output must be
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     # not yet
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
 
-    NEUTRAL = {"response_format": ({"type": "text"},), "structured_outputs": (), "priority": (0,)}
+    NEUTRAL = {"priority": (0,)}
 
     @property
     def choices_per_prompt(self) -> int:
@@ -175,6 +178,7 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         _check_token_lists(self)
         _check_beams(self)
         _check_stops(self)
+        _check_constraint(self)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -512,6 +516,12 @@ def _check_beams(body: GenerationBody) -> None:
             raise BadRequest(f"{name} cannot be used with use_beam_search.", param=name)
     if body.top_choices is not None:
         raise BadRequest("logprobs cannot be used with use_beam_search.", param="logprobs")
+
+
+def _check_constraint(body: GenerationBody) -> None:
+    asked = constraint_of(body.response_format, body.structured_outputs)
+    if asked is not None and body.use_beam_search:
+        raise BadRequest(f"{asked[1]} cannot be used with use_beam_search.", param=asked[1])
 
 
 def _check_stops(body: GenerationBody) -> None:

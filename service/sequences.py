@@ -241,7 +241,7 @@ class Sequences:
         sequence.tokens = np.append(sequence.tokens, np.int32(token))
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        if token in sequence.end_ids:
+        if token in sequence.end_ids or (sequence.matcher is not None and sequence.matcher.is_complete):
             return "stop"
         return "length" if len(sequence.tokens) == sequence.limit else None
 

@@ -13,6 +13,7 @@ from model.step_plan import SamplingParameters
 from service.call_readers import CallFormatSetting
 from service.engine_client import EngineClient
 from service.errors import NotFound, quoted
+from service.grammars import Grammars
 from service.tokenization import Tokenizer
 
 
@@ -39,8 +40,10 @@ class ModelFacts(msgspec.Struct, frozen=True):
     defaults: SamplingParameters
     dtype: str
     weights_bytes: int
+    takes_constraints: bool = True
 
-    def served(self, tokenizer: Tokenizer, client: EngineClient) -> "ServedModel":
+    def served(self, tokenizer: Tokenizer, client: EngineClient, grammars: Grammars | None = None) -> "ServedModel":
+        """grammars: None for one of its own."""
         return ServedModel(
             names=self.names,
             root=self.root,
@@ -49,8 +52,10 @@ class ModelFacts(msgspec.Struct, frozen=True):
             defaults=self.defaults,
             tokenizer=tokenizer,
             client=client,
+            grammars=grammars or Grammars(tokenizer, client.limits.vocabulary, self.end_ids),
             dtype=self.dtype,
             weights_bytes=self.weights_bytes,
+            takes_constraints=self.takes_constraints,
         )
 
 
@@ -65,8 +70,10 @@ class ServedModel:
     defaults: SamplingParameters  # from the model's generation settings; the seed is not used
     tokenizer: Tokenizer
     client: EngineClient
+    grammars: Grammars
     dtype: str  # of weights, keys and values
     weights_bytes: int
+    takes_constraints: bool
 
     def check_name(self, name: str | None) -> str:
         """The name to answer with: `name` if it is served, the first one for None. Raises NotFound."""

@@ -37,6 +37,7 @@ from service.engine_link import Hello, Serve, addresses
 from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.front_ends import FrontEndFailed, FrontEnds
+from service.grammars import Grammars
 from service.http_server import addresses_of, reserve, tls_context
 from service.inspector import inspector
 from service.metrics import Metrics, ServedFacts
@@ -93,6 +94,8 @@ class Loaded:
 
     def close(self) -> None:
         self.assembly.executor.close()
+        if self.assembly.engine.held.grammars is not None:
+            self.assembly.engine.held.grammars.close()
         self.tokenizer.close()
 
 
@@ -295,9 +298,13 @@ class Server:
             ),
             dtype=assembly.dtype,
             weights_bytes=assembly.weights_bytes,
+            takes_constraints=assembly.device == "cpu",
         )
+        grammars = Grammars(loaded.tokenizer, assembly.config.vocabulary, facts.end_ids)
+        if facts.takes_constraints:
+            assembly.engine.held.grammars = grammars
         if self.doors is not None:
-            self.doors.front_end.model = facts.served(loaded.tokenizer, assembly.client)
+            self.doors.front_end.model = facts.served(loaded.tokenizer, assembly.client, grammars)
         if self.front_ends is not None:
             message = Serve(facts, loaded.tokenizer_files, assembly.client.limits)
             try:

@@ -76,6 +76,7 @@ class Steady:
             token_ids=last.token_ids,
             samples=last.samples,
             decodes=last.decodes,
+            masked=last.masked,
             groups=last.groups,
         )
         self.plan = plan

@@ -192,7 +192,5 @@ async def test_an_error_event_is_raised(talking: Server) -> None:
 async def test_requests_of_later_releases_are_not_tried_again(talking: Server) -> None:
     async with async_client(talking, max_retries=2) as client:
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(
-                model="tiny", messages=MESSAGES, response_format={"type": "json_object"}
-            )
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"priority": 1})
     assert sum(talking.metrics.ended.values()) == 1

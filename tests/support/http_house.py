@@ -18,6 +18,7 @@ from service.api import make_admin_app, make_app
 from service.engine_client import EngineSnapshot, Limits
 from service.front_end import ApiSettings, FrontEnd
 from service.generation import PromptNumbers
+from service.grammars import Grammars
 from service.http_server import addresses_of, listen, make_runner
 from service.questions import Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
 from service.request_answers import answer_about_requests
@@ -140,8 +141,10 @@ def served(engine: ScriptedEngine, **changes: Any) -> ServedModel:
         "defaults": SamplingParameters(temperature=0.5, top_k=40, top_p=0.9),
         "tokenizer": tiny_tokenizer(),
         "client": engine.client,
+        "grammars": Grammars(tiny_tokenizer(), tiny_tokenizer().vocabulary, (END, 0)),
         "dtype": "bfloat16",
         "weights_bytes": 123_456,
+        "takes_constraints": True,
     }
     return ServedModel(**defaults | changes)
 

@@ -1,0 +1,310 @@
+"""Constraints compiled, and where each Sequence stands in its grammar: which tokens may come next.
+
+Owns the compiler (llguidance) with its limits, the cache of compiled grammars, and the thread that compiles. Front ends
+compile to find out whether a constraint can be kept to, before anything of an answer is sent; the engine's process
+compiles to have it. In one process they share one `Grammars`.
+
+    Constraint ──compile, off the loop──▶ Grammar ──start──▶ Matcher, one a Sequence
+                                                             advance(token) ⇄ fill(mask)
+
+A Matcher lives on the host with its Sequence, so whatever happens to rows and pages does not touch it.
+"""
+
+import asyncio
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from mm.addresses import Int32Array
+from service.constraint import Constraint
+from service.errors import QueueFull
+from service.json_schemas import SchemaRefused, check_schema
+from service.lark import GrammarNotLark, prepared_lark
+from service.tokenization import Tokenizer
+
+COMPILE_S = 10.0
+"""What a client's constraint may take to compile, its wait for those before it included."""
+
+MAX_COMPILING = 32
+"""Constraints that wait for the compiler, in one front end. More are told to come again."""
+
+CACHED_GRAMMARS, CACHED_BYTES = 128, 4 << 20
+"""Compiled grammars that are kept, and the bytes of their texts together."""
+
+STACK_BYTES = 64 << 20
+"""Of the threads in which the compiler runs: it recurses where grammars are deep. Taken when touched."""
+
+FEW_ROWS = 4
+"""Up to here one thread fills the masks one by one: to wake others takes longer."""
+
+WHITESPACE = r"[ \n\r\t]{1,40}"
+"""What may stand between two parts of a JSON text. Bounded: some models like whitespace, and would never end."""
+
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    verbose_errors=False,  # they hold the output so far
+)
+"""The other limits are the compiler's own: they bound compiling to about a second and a mask to about 20 ms."""
+
+
+class GrammarRefused(Exception):
+    """The constraint cannot be kept to; the message says why, for the client."""
+
+
+class Matcher:
+    """Where one Sequence stands in its grammar. Not for two threads at once."""
+
+    __slots__ = ("_end_ids", "_inner", "_model_ends", "error", "is_complete")
+
+    def __init__(self, inner: LLMatcher, end_ids: Sequence[int], model_ends: Sequence[int]) -> None:
+        """end_ids: any of these ends the Sequence, so they may come wherever its text may end. model_ends: the model's
+        own, which may come nowhere else.
+        """
+        self._inner = inner
+        self._end_ids = np.array(end_ids, np.int64)
+        self._model_ends = np.array(model_ends, np.int64)
+        self.is_complete = False  # the text is whole, and nothing can follow: the Sequence is over
+        self.error = ""  # the grammar cannot go on, and why
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or bool(self.error)
+
+    def advance(self, token: int) -> None:
+        """The Sequence has got `token`. Nothing changes once it is over."""
+        if self.is_over:
+            return
+        if token in self._end_ids:
+            self.is_complete = True
+        elif not self._inner.consume_token(token):
+            self._fail(self._inner.get_error())
+        elif self._inner.is_stopped():
+            self.is_complete = True
+
+    def fill(self, mask: Int32Array) -> None:
+        """Set bit id % 32 of word id // 32 of `mask` for each token that may come next, clear the others.
+
+        A Sequence that is over, or turns out to be, gets all: no step will use what it samples.
+        """
+        if not self.is_over:
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.finish_filling(mask)
+
+    def finish_filling(self, mask: Int32Array) -> None:
+        """What `fill` does once the compiler's matcher has written the mask."""
+        if not self.is_over:
+            self._settle(mask)
+        if self.is_over:
+            mask[:] = -1
+
+    def _settle(self, mask: Int32Array) -> None:
+        if self._inner.is_error():
+            self._fail(self._inner.get_error())
+            return
+        words, may_end = mask.view(np.uint32), self._inner.is_accepting()
+        if may_end:
+            np.bitwise_and.at(words, self._model_ends >> 5, ~_bits(self._model_ends))
+        if not mask.any():
+            self.is_complete = may_end
+            if not may_end:
+                self._fail("no token can follow")
+        elif may_end:
+            np.bitwise_or.at(words, self._end_ids >> 5, _bits(self._end_ids))
+
+    def _fail(self, message: str) -> None:
+        self.error = _told(message) or "the output has left its grammar"
+
+    def copy(self) -> "Matcher":
+        """One that stands at the same place and goes on by itself."""
+        twin = Matcher(self._inner.deep_copy(), self._end_ids.tolist(), self._model_ends.tolist())
+        twin.is_complete, twin.error = self.is_complete, self.error
+        return twin
+
+
+class Grammar:
+    """A compiled constraint."""
+
+    def __init__(self, inner: LLMatcher, end_ids: Iterable[int]) -> None:
+        """end_ids: of the model."""
+        self._inner = inner
+        self._model_ends = list(end_ids)
+
+    def start(self, end_ids: Sequence[int]) -> Matcher:
+        """For a Sequence that any of `end_ids` ends."""
+        return Matcher(self._inner.deep_copy(), end_ids, self._model_ends)
+
+
+class Grammars:
+    """Compiles for one model. Its methods are for the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
+        """vocabulary: ids that the model's logits have; end_ids: of the model."""
+        self._tokenizer = tokenizer
+        self._vocabulary = max(vocabulary, tokenizer.vocabulary)
+        self._end_ids = list(end_ids)
+        self._prepared: LLTokenizer | None = None  # takes up to a second: made when it is first needed
+        self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._cached_bytes = 0
+        self._compiling: dict[Constraint, asyncio.Future[Grammar]] = {}
+        self._worker: ThreadPoolExecutor | None = None  # made when it is first needed
+
+    def cached(self, constraint: Constraint) -> Grammar | None:
+        """The grammar, if it is there already."""
+        grammar = self._cache.get(constraint)
+        if grammar is not None:
+            self._cache.move_to_end(constraint)
+        return grammar
+
+    async def compile(self, constraint: Constraint) -> Grammar:
+        """In a thread, unless it is cached. Raises GrammarRefused."""
+        if (grammar := self.cached(constraint)) is not None:
+            return grammar
+        if (compiling := self._compiling.get(constraint)) is None:
+            if self._worker is None:
+                self._worker = thread_with_deep_stack("grammars")
+            loop = asyncio.get_running_loop()
+            compiling = loop.run_in_executor(self._worker, self._compile, constraint)
+            self._compiling[constraint] = compiling
+            compiling.add_done_callback(lambda done: self._compiled(constraint, done))
+        return await asyncio.shield(compiling)
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises GrammarRefused if a client's constraint cannot be kept to, or only after too long; QueueFull."""
+        if self.cached(constraint) is None and len(self._compiling) >= MAX_COMPILING:
+            raise QueueFull(f"{MAX_COMPILING} grammars are waiting to be compiled: try again later", retry_after_s=1)
+        try:
+            await asyncio.wait_for(self.compile(constraint), COMPILE_S)
+        except TimeoutError:
+            raise GrammarRefused(f"compiling it takes more than {COMPILE_S:g} s") from None
+
+    def forget(self, constraint: Constraint) -> None:
+        """A Sequence came to an end in it by an error: states that it has gathered may be what stops the next, too."""
+        if self._cache.pop(constraint, None) is not None:
+            self._cached_bytes -= len(constraint.text)
+
+    def close(self) -> None:
+        """Let the thread end. Idempotent."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, constraint: Constraint, done: "asyncio.Future[Grammar]") -> None:
+        del self._compiling[constraint]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._cache[constraint] = done.result()
+        self._cached_bytes += len(constraint.text)
+        while len(self._cache) > CACHED_GRAMMARS or self._cached_bytes > CACHED_BYTES:
+            oldest, _ = self._cache.popitem(last=False)
+            self._cached_bytes -= len(oldest.text)
+
+    # --- in the thread
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        source = _source_of(constraint)
+        if self._prepared is None:
+            self._prepared = self._prepare()
+        matcher = LLMatcher(self._prepared, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarRefused(_told(matcher.get_error()))
+        grammar = Grammar(matcher, self._end_ids)
+        first = grammar.start([])
+        first.fill(np.empty(-(-self._vocabulary // 32), np.int32))  # finds more faults, and readies what it needs again
+        if first.error:
+            raise GrammarRefused(first.error)
+        if first.is_complete:
+            raise GrammarRefused("it admits no text but the empty one")
+        return grammar
+
+    def _prepare(self) -> LLTokenizer:
+        try:
+            text = self._tokenizer.backend.to_str()
+            return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._end_ids or None)
+        except ValueError as error:
+            raise GrammarRefused(f"this model's tokenizer cannot be constrained: {error}") from error
+
+
+class MaskWorker:
+    """The thread that advances Matchers and fills masks, and the pool that helps it with many."""
+
+    def __init__(self) -> None:
+        self._thread = thread_with_deep_stack("masks")
+        self._pool = LLExecutor()
+
+    async def turn(
+        self, sampled: Sequence[tuple[Matcher, int]], following: Sequence[Matcher], masks: Int32Array
+    ) -> None:
+        """Off the event loop: advance Matchers by the tokens of one step, then fill masks[i] for following[i], those
+        that the next step samples under.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._turn, sampled, following, masks)
+
+    def close(self) -> None:
+        """Let the thread end. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self, sampled: Sequence[tuple[Matcher, int]], following: Sequence[Matcher], masks: Int32Array) -> None:
+        for matcher, token in sampled:
+            matcher.advance(token)
+        if len(following) <= FEW_ROWS:
+            for matcher, mask in zip(following, masks, strict=False):
+                matcher.fill(mask)
+            return
+        work = [(each._inner, i) for i, each in enumerate(following) if not each.is_over]
+        if work:
+            self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+        for matcher, mask in zip(following, masks, strict=False):
+            matcher.finish_filling(mask)
+
+
+def thread_with_deep_stack(name: str) -> ThreadPoolExecutor:
+    """One thread, running, with STACK_BYTES of stack."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def _source_of(constraint: Constraint) -> str:
+    """The constraint as the compiler wants it. Raises GrammarRefused."""
+    spelling: Any = {"whitespace_pattern": WHITESPACE}
+    try:
+        match constraint.kind:
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=spelling)
+            case "json_schema":
+                check_schema(msgspec.json.decode(constraint.text))
+                return LLMatcher.grammar_from_json_schema(constraint.text, overrides=spelling)
+            case "regex":
+                return LLMatcher.grammar_from_regex(constraint.text)
+            case "choice":
+                strings = msgspec.json.decode(constraint.text, type=list[str])
+                alternatives = " | ".join(msgspec.json.encode(string).decode() for string in strings)
+                return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+            case "lark":
+                return LLMatcher.grammar_from_lark(prepared_lark(constraint.text, spelling))
+    except (SchemaRefused, GrammarNotLark) as error:
+        raise GrammarRefused(str(error)) from None
+    except RecursionError:
+        raise GrammarRefused("it is nested too deeply") from None
+    except ValueError as error:  # also of msgspec, and of the compiler's own reading of JSON
+        raise GrammarRefused(f"it cannot be read: {error}") from None
+
+
+def _bits(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> "np.ndarray[Any, np.dtype[np.uint32]]":
+    return np.uint32(1) << (ids & 31).astype(np.uint32)
+
+
+def _told(message: str) -> str:
+    """The compiler's message on one line, without the dump of its state that may follow."""
+    line = " ".join(re.split("<state>|<non-verbose", message)[0].split())[:400]
+    return "no text can satisfy it" if line.startswith("NoExtension") else line
