@@ -13,6 +13,7 @@ from aiohttp import web
 
 from service.answers import ChatForm, CompletionForm, Form, Wishes, running_usage
 from service.body import read_body
+from service.chat_constraint import chat_constraint
 from service.choice import Choice, Delta, merged
 from service.constraint import Constraint, constraint_of
 from service.errors import BadRequest, InternalError, NotImplementedYet, PagewalkError
@@ -78,7 +79,7 @@ async def answer(
     )
     front_end.check_room()
     caller = request[CALLER]
-    constraint = await checked_constraint(body, model)
+    constraint = await checked_constraint(body, prompts, model)
     generation = Generation(
         body,
         prompts,
@@ -105,9 +106,12 @@ async def answer(
         await front_end.spend(caller.tenant, generation.completion_tokens)
 
 
-async def checked_constraint(body: GenerationBody, model: ServedModel) -> Constraint | None:
+async def checked_constraint(body: GenerationBody, prompts: list[Prompt], model: ServedModel) -> Constraint | None:
     """What the output must be, once it is known that it can be. Raises BadRequest, QueueFull."""
-    asked = constraint_of(body.response_format, body.structured_outputs)
+    if isinstance(body, ChatBody):
+        asked = chat_constraint(body, prompts[0].reading, model.tokenizer)
+    else:
+        asked = constraint_of(body.response_format, body.structured_outputs)
     if asked is None:
         return None
     constraint, param = asked

@@ -90,11 +90,11 @@ def constraint_of(
     """What a body asks for, and the field in which it does; None if it leaves the output free. Raises BadRequest."""
     asked = None if response_format is None else response_format.constraint()
     if structured_outputs is None:
-        return None if asked is None else (_checked(asked, "response_format"), "response_format")
+        return None if asked is None else (checked(asked, "response_format"), "response_format")
     if asked is not None:
         message = "response_format and structured_outputs cannot both constrain the output."
         raise BadRequest(message, param="structured_outputs")
-    return _checked(structured_outputs.constraint(), "structured_outputs"), "structured_outputs"
+    return checked(structured_outputs.constraint(), "structured_outputs"), "structured_outputs"
 
 
 def _of_schema(schema: dict[str, Any] | str | bool, param: str) -> Constraint:
@@ -115,7 +115,8 @@ def _of_choice(choice: list[str]) -> Constraint:
     return Constraint("choice", msgspec.json.encode(choice).decode())
 
 
-def _checked(constraint: Constraint, param: str) -> Constraint:
+def checked(constraint: Constraint, param: str) -> Constraint:
+    """The constraint, if its text is not too long. param: the field that asks for it. Raises BadRequest."""
     try:
         size = len(constraint.text.encode())
     except UnicodeEncodeError:

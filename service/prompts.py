@@ -138,6 +138,8 @@ def _reading(body: ChatBody, ids: list[int], model: ServedModel) -> Reading | No
     """How the answers to a chat are taken apart; None where they are nothing but content."""
     tokenizer = model.tokenizer
     thinking, call_format = tokenizer.thinking_marks, tokenizer.call_format if body.offered_tools else None
+    if body.structured_outputs is not None and body.structured_outputs.grammar is not None:
+        thinking = None  # the grammar is of the whole answer
     if thinking is None and call_format is None:
         return None
     make, marks = None, [] if thinking is None else [*thinking]

@@ -34,7 +34,6 @@ MAX_BAD_WORD_CHARACTERS = 128
 MAX_LENGTH_PENALTY = 10.0  # a length to this power is still a number
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 128
-MAX_PRIORITY = 1000
 SEEDS = range(-(2**63), 2**63)
 
 
@@ -115,9 +114,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     cache_salt: str | None = None
     return_cache_info: bool | None = None
 
-    # in use: whose turn it is
-    priority: int | None = None
-
     # unused
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -130,6 +126,11 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     # in use: what the output must be
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+    # not yet
+    priority: int | None = None
+
+    NEUTRAL = {"priority": (0,)}
 
     @property
     def choices_per_prompt(self) -> int:
@@ -185,7 +186,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.spaces_between_special_tokens is False:
             message = "spaces_between_special_tokens can only be true."
             raise BadRequest(message, param="spaces_between_special_tokens")
-        _check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"{-MAX_PRIORITY} to {MAX_PRIORITY}")
         if self.request_id is not None:
             check_request_id(self.request_id)
         if self.cache_salt is not None and not CACHE_SALT.fullmatch(self.cache_salt):
@@ -315,6 +315,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
         return frozenset(tool.function.name for tool in self.offered_tools)
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
     def most_calls(self) -> int | None:
         """How many calls a choice may have; None: any number."""
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedChoice) else None
@@ -336,10 +341,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
             raise BadRequest("echo needs continue_final_message: true.", param="echo")
         check_chat(self)
         check_tools(self.tools, self.tool_choice)
-        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice):
-            raise NotImplementedYet("tool_choice can only be auto or none in this version.", param="tool_choice")
-        if any(tool.function.strict for tool in self.offered_tools):
-            raise NotImplementedYet("strict tools are not served by this version.", param="tools")
+        if self.use_beam_search and (self.must_call or any(tool.function.strict for tool in self.offered_tools)):
+            param = "tool_choice" if self.must_call else "tools"
+            raise BadRequest("A call cannot be required, nor strict, with use_beam_search.", param=param)
 
     def check_logprobs(self, limit: int) -> None:
         super().check_logprobs(limit)

@@ -264,6 +264,11 @@ class Tokenizer:
         """Whether the text of `ids` ends with this, but for white space behind it. Looks at the last ids only."""
         return self.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(text)
 
+    def control_token(self, text: str) -> int | None:
+        """The id of a control token that has this text, or None."""
+        token_id: int | None = self.backend.token_to_id(text)
+        return token_id if token_id in self._control.ids else None
+
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's own spelling of each id ("Ġthe"), empty for ids without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]

@@ -71,6 +71,10 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
         if name in names:
             raise BadRequest(f"two tools are called {name} - at `{path}`", param="tools")
         names.add(name)
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            words = f"parameters must be a schema of type object, got {quoted(kind, 40)}"
+            raise BadRequest(f"{words} - at `{path}`", param="tools")
         if _depth(tool.function.parameters) > MAX_SCHEMA_DEPTH:
             words = f"a schema may have at most {MAX_SCHEMA_DEPTH} levels"
             raise BadRequest(f"{words} - at `{path}`", param="tools")

@@ -133,15 +133,16 @@ def says(text: str) -> Script:
 
 
 def served(engine: ScriptedEngine, **changes: Any) -> ServedModel:
+    tokenizer = changes.get("tokenizer", tiny_tokenizer())
     defaults: dict[str, Any] = {
         "names": ("tiny", "org/tiny"),
         "root": "/models/tiny",
         "created": 1_790_000_000,
         "end_ids": (END, 0),
         "defaults": SamplingParameters(temperature=0.5, top_k=40, top_p=0.9),
-        "tokenizer": tiny_tokenizer(),
+        "tokenizer": tokenizer,
         "client": engine.client,
-        "grammars": Grammars(tiny_tokenizer(), tiny_tokenizer().vocabulary, (END, 0)),
+        "grammars": Grammars(tokenizer, tokenizer.vocabulary, (END, 0)),
         "dtype": "bfloat16",
         "weights_bytes": 123_456,
         "takes_constraints": True,

@@ -1,0 +1,141 @@
+"""The language that a constrained answer must be of, as a grammar: reasoning if the model marks it, then calls, or text
+in which calls may begin, or what `response_format` asks for. In llguidance's dialect of Lark.
+
+Calls are written as the model's family was trained to (call_readers.py has the forms); their arguments are of a JSON
+schema each. A mark that is a control token stands in the grammar as that token: no text can spell it. One that is text
+ends a lazy lexeme: the first place where it is complete is where the call begins.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from service.answer_parts import ThinkingMarks
+from service.call_readers import CallFormat
+
+ANY_TEXT = r"(.|\n)*"
+NO_OBJECT = r"\s*[^\s{](.|\n)*"
+"""Text that Llama 3 does not begin with the object of a call."""
+
+TokenOf = Callable[[str], int | None]
+"""The id of a control token by its text; None for what is no control token."""
+
+
+class CallableTool(NamedTuple):
+    """A tool as the grammar knows it. schema: of its arguments, an object."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+def calls_only(
+    call_format: CallFormat, tools: Sequence[CallableTool], most: int | None, token_of: TokenOf
+) -> list[str]:
+    """Rules by which `answer` is at least one call, and nothing else."""
+    form = _Form(call_format, token_of)
+    return [f"answer: {form.calls(most)}", *form.call_rules(tools)]
+
+
+def calls_or_structured(
+    call_format: CallFormat, tools: Sequence[CallableTool], most: int | None, structured: str, token_of: TokenOf
+) -> list[str]:
+    """Rules by which `answer` is calls, or else `structured`, a piece of a rule."""
+    form = _Form(call_format, token_of)
+    # an object that an answer begins with is then no call
+    mark = "" if form.first_mark else _spelled(form.mark, token_of)
+    return [
+        "answer: called | structured",
+        f"called: {mark} {form.calls(most)}",
+        f"structured: {structured}",
+        *form.call_rules(tools),
+    ]
+
+
+def text_and_calls(call_format: CallFormat, tools: Sequence[CallableTool], token_of: TokenOf) -> list[str]:
+    """Rules by which `answer` is text in which calls may begin; what has begun as a call is one."""
+    form = _Form(call_format, token_of)
+    run = f"{form.opening} call ({form.between} call)* {form.closing}" if not form.each_mark else "call"
+    rules = [f"run: {run}", *form.call_rules(tools)]
+    before = NO_OBJECT if call_format == "llama3" else ANY_TEXT
+    if (token := token_of(form.mark)) is not None:
+        rules += [f"begun: TEXT? <[{token}]> run", f"TEXT: /{before}/"]
+    else:
+        rules += ["begun: head run", f"head[lazy]: /({before})?{_as_regex(form.mark)}/", f"TEXT: /{before}/"]
+    if call_format == "llama3":
+        return ["answer: run | begun | TEXT?", *rules]
+    return ["answer: begun* TEXT?", *rules]
+
+
+def thoughtful(answer: Sequence[str], thinking: ThinkingMarks | None, is_thinking: bool, token_of: TokenOf) -> str:
+    """The grammar of `answer`, behind reasoning. is_thinking: it has begun in the prompt."""
+    if thinking is None:
+        return "\n".join(["start: answer", *answer])
+    end = token_of(thinking.end)
+    rules = [f"rest: THOUGHT? <[{end}]>", f"THOUGHT: /{ANY_TEXT}/"]
+    if end is None:
+        rules = [f"rest[lazy]: /{ANY_TEXT}{_as_regex(thinking.end)}/"]
+    rules += ["behind[lazy]: /[ \\n]/"]  # lazy: it could be the beginning of a text, too
+    if is_thinking:
+        start = "start: rest behind{0,4} answer"
+    else:
+        start = "start: (open rest behind{0,4})? answer"
+        begin = token_of(thinking.begin)
+        rules += [f"open: <[{begin}]>"] if begin is not None else [f"open[lazy]: /{_as_regex(thinking.begin)}/"]
+    return "\n".join([start, *rules, *answer])
+
+
+class _Form:
+    """How one family writes calls, as pieces of rules; a piece that is not there is empty."""
+
+    def __init__(self, call_format: CallFormat, token_of: TokenOf) -> None:
+        self.opening = self.closing = self.between = self.each_mark = self.first_mark = self._end = ""
+        self._named_by: str | None = None  # mark between a name and its arguments
+        match call_format:
+            case "hermes":
+                self.mark, self.between, self._key = "<tool_call>", _quoted("\n"), "arguments"
+                self._begin, self._end = "\n", _quoted("\n") + " " + _spelled("</tool_call>", token_of)
+            case "llama3":
+                self.mark, self.between, self._key, self._begin = "<|python_tag|>", _quoted("; "), "parameters", ""
+                return
+            case "mistral":
+                self.mark, self._key, self._begin = "[TOOL_CALLS]", "arguments", ""
+                if token_of("[ARGS]") is None:
+                    self.opening, self.between, self.closing = _quoted("["), _quoted(", "), _quoted("]")
+                    self.first_mark = _spelled(self.mark, token_of)
+                    return
+                self._named_by = _spelled("[ARGS]", token_of)
+        self.first_mark = self.each_mark = _spelled(self.mark, token_of)
+
+    def calls(self, most: int | None) -> str:
+        """A piece of a rule: one call or more."""
+        more = "" if most == 1 else f"({self.between} {self.each_mark} call)*"
+        return f"{self.first_mark} {self.opening} call {more} {self.closing}"
+
+    def call_rules(self, tools: Sequence[CallableTool]) -> list[str]:
+        """`call` without the mark in front of it."""
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, tool in enumerate(tools):
+            if self._named_by is not None:
+                rules.append(f"call_{i}: {_quoted(tool.name)} {self._named_by} arguments_{i}")
+            else:
+                head = _quoted(f'{self._begin}{{"name": "{tool.name}", "{self._key}": ')
+                rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}')} {self._end}")
+            rules.append(f"arguments_{i}: %json {msgspec.json.encode(tool.schema).decode()}")
+        return rules
+
+
+def _spelled(mark: str, token_of: TokenOf) -> str:
+    token = token_of(mark)
+    return _quoted(mark) if token is None else f"<[{token}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _as_regex(text: str) -> str:
+    """The text in a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")
