@@ -26,7 +26,7 @@ export VENV PYTHON TORCH_INDEX
 COMPAT := .venv-compat
 LOAD ?=
 
-.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins locks clean
+.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -74,6 +74,9 @@ pins: $(DEV)  ## Write what is installed into constraints.txt
 
 locks:  ## Write deploy/locks: what the images install, by hash (needs uv)
 	@sh scripts/locks.sh
+
+release:  ## Build wheel and sdist into dist/, and try the wheel in a clean venv: EXTRA (cuda)
+	@sh scripts/release.sh
 
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install this project into $VENV, with the versions of constraints.txt.
 #
-#   VENV=.venv PYTHON=python3 TORCH_INDEX= sh scripts/install.sh '.[dev]'
+#   VENV=.venv PYTHON=python3 TORCH_INDEX= sh scripts/install.sh '.[dev]'         or a wheel, with or without [extras]
 #
 # torch comes in builds of very different size. On a machine without an NVIDIA GPU the CPU build is wanted: from wherever
 # pip is configured to find one, else from PyTorch's own CPU index, else what PyPI has (with CUDA, some gigabytes).
@@ -67,5 +67,9 @@ if "$VENV/bin/python" -c 'import sys; from importlib.metadata import version; sy
 fi
 
 say "Installing what $project needs ..."
+case $project in
+    .*) set -- -e "$project" ;; # this folder stays where the code is
+    *) set -- "$project" ;;     # a wheel
+esac
 # shellcheck disable=SC2086 # several words are meant
-pip install -q $pins -e "$project"
+pip install -q $pins "$@"

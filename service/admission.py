@@ -57,6 +57,7 @@ class Admission:
         max_running: int,
         prefix_caching: bool,
         pace: Pace | None,
+        by_priority: bool = False,
     ) -> None:
         self._memory = memory
         self._sequences = sequences
@@ -68,6 +69,8 @@ class Admission:
         self._prefix_caching = prefix_caching
         self._pace = pace
         self.stalls = 0  # times that a Sequence began to wait for frames, since the start
+        self._by_priority = by_priority
+        self._short: list[Sequence] = []  # whom the last look at the queue found short of frames
         self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
     # --- places and room
@@ -81,8 +84,8 @@ class Admission:
     def _taken_places(self) -> int:
         return len(self._sequences.running) + len(self._sequences.swapped)
 
-    def _has_place_for(self, sequence: Sequence) -> bool:
-        """Whether this one may run: a search needs a place for each beam before the first one enters."""
+    def _places_lacking(self, sequence: Sequence) -> int:
+        """Places that are missing for this one to run: a search needs one for each beam before the first one enters."""
         reserved = self._beams.reserved_places
         needed = 1
         if sequence.group is not None:
@@ -90,7 +93,7 @@ class Admission:
             if own:
                 needed, reserved = 1, reserved - own
         free = min(self._max_running - self._taken_places, self._memory.tables.free_rows)
-        return needed <= free - reserved
+        return needed - (free - reserved)
 
     @property
     def _headroom(self) -> int:
@@ -98,6 +101,47 @@ class Admission:
         if self._beams.groups and not self._steps_under_way and not self._rows.remaining.any():
             return 0  # beams that stand still for somebody who is to come back
         return max(self._memory.reclaimer.watermarks.min, len(self._sequences.running))
+
+    # --- by priority
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for whom a less urgent one of its tenant would have to give its place."""
+        if not self._by_priority:
+            return False
+        least = int(self._rows.priority.max())
+        return any(
+            first.priority < least and bool(self._sequences.outranked(first))
+            for first in self._sequences.waiting.firsts()
+        )
+
+    def make_way(self) -> None:
+        """Preempt less urgent Sequences for those whose turn it is, and who have no place or no frames (rule 12)."""
+        if not self._by_priority:
+            return
+        short, self._short = self._short, []
+        for first in self._sequences.waiting.firsts():
+            if first.in_flight or self._stands_aside(first):
+                continue
+            lacking = self._places_lacking(first)
+            if (lacking > 0 and self._victims.make_place_for(first, lacking)) or (
+                lacking <= 0 and first in short and self._victims.make_room_for(first, first.missing_frames)
+            ):
+                first.blocked_at = first.held_at = -1
+                self._sequences.waiting.remove(first)  # so that no other tenant's turn takes what it got
+                self._sequences.waiting.put_first(first)
+
+    def _gives_way(self, swapped: Sequence) -> bool:
+        """Whether a swapped one stays there, since a more urgent one of its tenant waits, and others run meanwhile."""
+        if not self._by_priority or not self._sequences.running:
+            return False
+        first = self._sequences.waiting.first_of(swapped.tenant)
+        return first is not None and first.held_at < 0 and swapped in self._sequences.outranked(first)
+
+    def _stands_aside(self, sequence: Sequence) -> bool:
+        """Whether it waits for a relative that computes what it could fork (rule 9)."""
+        family = sequence.family
+        return family is not None and family.is_computing(sequence, self._rows, self._memory.tables.lengths)
 
     # --- from swap
 
@@ -111,7 +155,7 @@ class Admission:
                 continue  # it gave up what it held for an older one
             if space_of(sequence).is_resident:
                 all_.return_from_swap(sequence)
-            elif has_room and sequence.tenant not in self._held:
+            elif has_room and not self._gives_way(sequence) and sequence.tenant not in self._held:
                 lack = self._lack_of_return(sequence)
                 if lack is None:
                     has_room = all_.bring_in(sequence)
@@ -139,6 +183,7 @@ class Admission:
     def admit(self, decodes: Int32Array, budget: StepBudget, now: float) -> Chunks:
         """First chunks of Sequences that enter a row now (rule 4)."""
         chunks: Chunks = []
+        self._short = []
         if not self._sequences.waiting or budget.tokens <= 0 or not self._held.issuperset(self._tenants_in_swap()):
             return chunks
         tenants = self._memory.tenants
@@ -152,14 +197,16 @@ class Admission:
                 break  # rule 3
             if not self._keeps_pace_with(sequence):
                 break  # rule 11
-            if family is not None and family.is_computing(sequence, self._rows, self._memory.tables.lengths):
+            if self._stands_aside(sequence):
                 continue  # rule 9
-            if not self._has_place_for(sequence) or (
-                family is None and self._sequences.running and free <= sequence.blocked_at
-            ):
+            if self._places_lacking(sequence) > 0:
+                break
+            if family is None and self._sequences.running and free <= sequence.blocked_at:
+                self._short.append(sequence)
                 break  # no more is free than when it did not fit
             left = self._left_to(sequence, room) if room.is_limited else free
             if family is None and left <= sequence.held_at:
+                self._short.append(sequence)
                 passed_by.add(sequence.tenant)
                 continue  # rule 7
             beginning = self._beginning(sequence, min(free, left))
@@ -170,12 +217,14 @@ class Admission:
                 continue  # rule 5
             if room.is_limited and beginning.frames > left:
                 self._note_stall(sequence)
-                sequence.held_at = left
+                sequence.held_at, sequence.missing_frames = left, beginning.frames - left
+                self._short.append(sequence)
                 passed_by.add(sequence.tenant)
                 continue
             if self._sequences.running and beginning.frames + self._headroom > free:
                 self._note_stall(sequence)
-                sequence.blocked_at = free
+                sequence.blocked_at, sequence.missing_frames = free, beginning.frames + self._headroom - free
+                self._short.append(sequence)
                 break
             try:
                 if beginning.relative is not None:
@@ -227,7 +276,7 @@ class Admission:
         return _Beginning(frames, match)
 
     def _tenants_in_swap(self) -> set[str]:
-        return {sequence.tenant for sequence in self._sequences.swapped.values()}
+        return {each.tenant for each in self._sequences.swapped.values() if not self._gives_way(each)}
 
     def _room_beside_prompts(self, decodes: Int32Array) -> Room:
         """What is left when `decodes` have their frames, and the running prefills all that they still need (rule 4)."""

@@ -110,6 +110,7 @@ def assemble(
         max_length=max_length,
         finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
         prefix_caching=settings.enable_prefix_caching,
+        ageing_s=settings.priority_ageing_s if settings.scheduling_policy == "priority" else None,
         max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
     )
     scheduler = Scheduler(memory, bounds)
@@ -122,6 +123,7 @@ def assemble(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
         vocabulary=config.vocabulary,
+        takes_priority=settings.scheduling_policy == "priority",
         max_running=sizes.running,
     )
     engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s, rates=rates)

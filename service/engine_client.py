@@ -59,6 +59,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     siblings: list[Sibling] = []
     beam_search: BeamSearch | None = None
     prompt_logprobs: int = -1  # likeliest tokens to report at each prompt position; -1: nothing is reported
+    priority: int = 0  # lower runs earlier, where the scheduler goes by it
     timeout_s: float | None = None  # from now; then each choice ends with what it has, reason "timeout"
     constraint: Constraint | None = None  # of each choice's output; not with beam_search
 
@@ -173,6 +174,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_running: int = 1 << 30  # Sequences that run at once: a beam search takes a place for each beam
     tenant_request_tokens: dict[str, int] = {}  # max_request_tokens of each tenant that has limits
     rated_tenants: frozenset[str] = frozenset()  # whose requests must Enter (questions.py)
+    takes_priority: bool = False  # whether requests may say how urgent they are
     max_queue_tokens: int | None = None  # of prompts that wait, if others wait too; None: as many as come
 
     def pool_tokens(self, tenant: str) -> int:

@@ -63,6 +63,9 @@ class Generation:
             output_tokens(len(prompt.ids), body, limits, caller.tenant, default=default_tokens) for prompt in prompts
         ]
         _check_together(body, self._budgets, limits)
+        if body.priority and not limits.takes_priority:
+            message = f"priority must be 0: this server goes by arrival, got {quoted(body.priority, 32)}."
+            raise BadRequest(message, param="priority")
         self._rules, template = self._ask(body, model, request_id, caller, interval)
         self._template = msgspec.structs.replace(template, constraint=constraint)
         self.prompts = prompts
@@ -117,6 +120,7 @@ class Generation:
             cache_salt=body.cache_salt or "",
             beam_search=beam_search(body),
             prompt_logprobs=max(-1 if likeliest is None else likeliest for likeliest in scored),
+            priority=body.priority or 0,
             timeout_s=body.timeout_s,
         )
         return rules, template

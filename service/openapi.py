@@ -110,6 +110,7 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
     "repetition_penalty": {"exclusiveMinimum": 0},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "priority": {"minimum": -schema.MAX_PRIORITY, "maximum": schema.MAX_PRIORITY},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "beam_width": {"minimum": 2, "maximum": schema.MAX_BEAMS},
     "length_penalty": {"minimum": -schema.MAX_LENGTH_PENALTY, "maximum": schema.MAX_LENGTH_PENALTY},

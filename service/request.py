@@ -55,6 +55,8 @@ class Sequence:
     prompt_logprobs: int = -1  # likeliest tokens to report at each place of the prompt; -1: nothing is reported
     deadline_s: float | None = None  # then it ends with what it has
     constraint: Constraint | None = None  # of its output
+    priority: int = 0  # lower runs earlier
+    turn_s: float = 0.0  # whose is earlier goes first: by priority and arrival, or the same for all (scheduler.py)
     family: Family | None = None  # whose pages it may share by a fork
     is_sibling: bool = False  # its prompt came with another choice
     group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
@@ -69,9 +71,10 @@ class Sequence:
     in_flight: int = 0  # sampled tokens of steps that were submitted before it was preempted and are not committed yet
     chain: ContentChain | None = None  # names of its pages, while it waits
     awaited_steps: int = 0  # steps it waited for pages that others computed
-    place: int = 0  # in the queue, while it waits
+    place: tuple[float, int] = (0.0, 0)  # in the queue, while it waits (waiting.py)
     blocked_at: int = -1  # frames of the pool that it could have when it last did not fit
     held_at: int = -1  # frames that its tenant's limits left it when it last did not fit into these
+    missing_frames: int = 0  # how many more it needed in either case
     cached_of_row: int = 0  # tokens that were cached when it last entered a row
     cached_tokens: int = 0  # the same, the first time: what the client is told
     miss: MissInfo | None = None  # why no more was cached, the first time
@@ -103,6 +106,7 @@ class Sequence:
             prompt_logprobs=message.prompt_logprobs,
             deadline_s=None if message.timeout_s is None else now + message.timeout_s,
             constraint=message.constraint,
+            priority=message.priority,
             tokens=prompt_ids,
             scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),
         )

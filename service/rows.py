@@ -10,6 +10,7 @@ from mm.addresses import BoolArray, FloatArray, Int32Array, Int64Array
 from service.request import Sequence
 
 NO_TOKEN = -2  # pads the rows of end ids: no token has this id
+NO_PRIORITY = -(2**31)  # of a row that nobody runs in: more urgent than any
 
 
 class RunningRows:
@@ -23,6 +24,7 @@ class RunningRows:
         self.limit: Int32Array = np.zeros(rows, np.int32)
         self.prompt: Int32Array = np.zeros(rows, np.int32)
         self.arrival: Int64Array = np.zeros(rows, np.int64)
+        self.priority: Int32Array = np.full(rows, NO_PRIORITY, np.int32)  # a higher number is less urgent
         self.epoch: Int64Array = np.zeros(rows, np.int64)  # grows each time a row changes hands
         self.front_end: Int32Array = np.zeros(rows, np.int32)
         self.sequence_id: Int64Array = np.zeros(rows, np.int64)
@@ -44,6 +46,7 @@ class RunningRows:
         self.limit[row] = sequence.limit
         self.prompt[row] = sequence.prompt_tokens
         self.arrival[row] = arrival
+        self.priority[row] = sequence.priority
         self.front_end[row] = sequence.front_end
         self.sequence_id[row] = sequence.sequence_id
         self.last_token_s[row] = np.nan
@@ -66,6 +69,7 @@ class RunningRows:
         self.sequences[row] = None
         self.known[row] = self.remaining[row] = self.limit[row] = 0
         self.is_constrained[row] = False
+        self.priority[row] = NO_PRIORITY
         self.epoch[row] += 1
 
     def append(self, row: int, token: int) -> None:

@@ -24,7 +24,7 @@ Rules, cited by number below:
   1. Decodes come first, then running prefills in order of arrival, then admissions in order of arrival.
   2. Only a younger Sequence is preempted for an older one, so the oldest always gets on; the youngest goes first.
      At a tenant's max that holds within the tenant: for its oldest, its younger ones.
-  3. A preempted Sequence waits at the head of the queue, and until its tokens in flight are committed.
+  3. A preempted Sequence waits before those that have not run, and until its tokens in flight are committed.
   4. Admission needs frames for all tokens of the Sequence, what running prefills still need, and headroom for decodes.
   5. Who needs pages that another is just computing waits for them, up to AWAIT_STEPS steps, and lets others go ahead.
   6. Pages are cached at commit, when the step that filled them is known to be good.
@@ -35,6 +35,9 @@ Rules, cited by number below:
      with what it has.
  11. Where gaps between tokens have a bound (pace.py), steps take as much of prompts as keeps to it, and a Sequence is
      admitted if its decodes will not break it.
+ 12. By priority, "older" above means an earlier turn: a level less urgent counts as `ageing_s` later. Who waits may
+     then take the place or the frames of a running one of its tenant with a later turn and a less urgent level.
+ 13. Between tenants whoever has had least for its weight is next in the queue (shares.py), whatever the priorities.
 """
 
 import heapq
@@ -86,6 +89,7 @@ class SchedulerSettings:
     finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
     prefix_caching: bool = True  # whether requests may read and fill the page cache
     max_gap_s: float | None = None  # between two tokens of a Sequence (pace.py)
+    ageing_s: float | None = None  # of waiting make a level of priority (rule 12); None: priorities mean nothing
 
 
 @dataclass(slots=True)
@@ -134,6 +138,7 @@ class Scheduler:
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
             pace=self._pace,
+            by_priority=settings.ageing_s is not None,
         )
 
     # --- what the engine calls
@@ -180,6 +185,9 @@ class Scheduler:
     def submit(self, message: Submit, front_end: int, now: float, grammar: "Grammar | None" = None) -> list[Sequence]:
         """Queue all choices of a request. grammar: its constraint, compiled."""
         choices = choices_of(message, front_end, now, grammar)
+        if (ageing_s := self.settings.ageing_s) is not None:
+            for choice in choices:
+                choice.turn_s = now + choice.priority * ageing_s
         if message.beam_search is None:
             for choice in choices:
                 self.add(choice)
@@ -364,7 +372,7 @@ class Scheduler:
         return (
             steady.changes == all_.changes
             and steady.steps > 0
-            and not (all_.waiting and self._admission.has_place)
+            and not (all_.waiting and (self._admission.has_place or self._admission.is_urgent))
             and not all_.swapped
             and len(steady.rows) <= self.memory.available_frames
             and (not self.memory.tenants.is_limited or self.memory.shortage(steady.rows, steady.ones) is None)
@@ -374,6 +382,7 @@ class Scheduler:
         """The plan of the step before, one token further."""
         plan = steady.next_plan(self._step + 1, self.memory)
         self._step += 1
+        self.sequences.shares.decode(steady.rows)
         matchers = self._submitted[-1].matchers if self._submitted else self._matchers_of(plan)
         self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now, matchers=matchers))
         return plan
@@ -456,6 +465,7 @@ class Scheduler:
 
     def _choose(self, now: float) -> tuple[Int32Array, Chunks]:
         """Who runs in the next step: rows that decode, and chunks (Sequence, tokens)."""
+        self._admission.make_way()
         self._admission.return_from_swap()
         if self._beams.groups:
             self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
@@ -609,6 +619,7 @@ class Scheduler:
                 histories=[self._history(sequence) for sequence in entered],
             )
         masked = np.flatnonzero(samples & state.is_constrained[rows]).astype(np.int32)
+        self.sequences.shares.decode(decodes)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
         scored, scored_chunks = scored_tokens(chunks, len(decodes), starts, query_starts)

@@ -34,6 +34,7 @@ MAX_BAD_WORD_CHARACTERS = 128
 MAX_LENGTH_PENALTY = 10.0  # a length to this power is still a number
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 128
+MAX_PRIORITY = 1000
 SEEDS = range(-(2**63), 2**63)
 
 
@@ -114,6 +115,9 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     cache_salt: str | None = None
     return_cache_info: bool | None = None
 
+    # in use: whose turn it is
+    priority: int | None = None
+
     # unused
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -126,11 +130,6 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     # in use: what the output must be
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-
-    # not yet
-    priority: int | None = None
-
-    NEUTRAL = {"priority": (0,)}
 
     @property
     def choices_per_prompt(self) -> int:
@@ -186,6 +185,7 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.spaces_between_special_tokens is False:
             message = "spaces_between_special_tokens can only be true."
             raise BadRequest(message, param="spaces_between_special_tokens")
+        _check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"{-MAX_PRIORITY} to {MAX_PRIORITY}")
         if self.request_id is not None:
             check_request_id(self.request_id)
         if self.cache_salt is not None and not CACHE_SALT.fullmatch(self.cache_salt):

@@ -4,7 +4,7 @@ WAITING ──enter, fork──▶ RUNNING ◀──return_from_swap── SWAPP
    ▲                      │   │                          ▲
    └──────recompute───────┴───┴─────────swap_out─────────┘          any ──end, drop──▶ ENDED
 
-WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits at the head
+WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits before the rest
 RUNNING    has a row and frames
 SWAPPED    has a row, which no step runs; its pages are in swap, on their way there, or on their way back
 CHOICE     stands for a result of a beam search: it holds nothing, and the beams are Sequences beside it (beams.py)
@@ -21,6 +21,7 @@ from service.engine_client import Ended, EndReason, MissInfo
 from service.queue_wait import Admissions
 from service.request import Key, Sequence, State
 from service.rows import RunningRows
+from service.shares import Shares
 from service.waiting import WaitingQueue
 
 MISSES_KEPT = 256
@@ -46,7 +47,8 @@ class Sequences:
     def __init__(self, memory: MemoryManager, max_length: int) -> None:
         self.memory = memory
         self.rows = RunningRows(memory.tables.max_rows, max_length)
-        self.waiting = WaitingQueue()
+        self.shares = Shares(memory.tenants, memory.tables.tenants)
+        self.waiting = WaitingQueue(self.shares.of)
         self.running: OrderedDict[Key, Sequence] = OrderedDict()
         self.swapped: OrderedDict[Key, Sequence] = OrderedDict()
         self.running_by_tenant: Counter[str] = Counter()
@@ -61,7 +63,15 @@ class Sequences:
 
     def add(self, sequence: Sequence) -> None:
         self.memory.tenants.id(sequence.tenant)  # has a number, and so a place in every Room, from now on
+        if not self._asks(sequence.tenant):
+            self.shares.begin(sequence.tenant)
         self.waiting.append(sequence)
+
+    def _asks(self, tenant: str) -> bool:
+        """Whether anything of it waits or runs."""
+        if self.waiting.has_any_of(tenant) or self.running_by_tenant[tenant]:
+            return True
+        return any(sequence.tenant == tenant for sequence in self.swapped.values())
 
     def put_first(self, sequences: list[Sequence]) -> bool:
         """Those of them that wait go to the head of the queue. False if they were there, or none waits."""
@@ -87,6 +97,13 @@ class Sequences:
         running = (each for each in self.running.values() if tenant is None or tenants[row_of(each)] == tenant)
         return min(running, key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
 
+    def outranked(self, sequence: Sequence) -> list[Sequence]:
+        """Who of its tenant has a row, is less urgent than `sequence`, and came too late to have become as urgent."""
+        state, number = self.rows, self.memory.tenants.id(sequence.tenant)
+        lower = (state.priority > sequence.priority) & (state.arrival >= _turn(sequence) + (1 << ARRIVAL_BITS))
+        rows = np.flatnonzero(lower & (self.memory.tables.tenants == number))
+        return [state.at(row) for row in rows[np.argsort(state.arrival[rows])].tolist()]
+
     # --- transitions
 
     def enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
@@ -108,7 +125,7 @@ class Sequences:
         )
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
-            self._note_admission(sequence, now)
+            self._note_admission(sequence, space.length, now)
             sequence.cached_tokens = space.length
             miss = Miss(MissReason.DISABLED, 0) if match is None else match.miss
             sequence.miss = MissInfo(str(miss.reason), miss.position, miss.evicted_s)
@@ -128,7 +145,7 @@ class Sequences:
         space = self._fork_space(relative, length, promises=sequence.group is None)
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
-            self._note_admission(sequence, now)
+            self._note_admission(sequence, length, now)
         self._take_row(sequence, space)
 
     def split(self, beam: Sequence, sequence_id: int) -> Sequence:
@@ -148,7 +165,7 @@ class Sequences:
             self.entered.append(beam)  # the executor has noted the token that it sampled itself
 
     def recompute(self, sequence: Sequence) -> None:
-        """RUNNING or SWAPPED -> WAITING, at the head of the queue: its tokens are computed again, if not cached."""
+        """RUNNING or SWAPPED -> WAITING, before the rest of the queue: its tokens are computed again, if not cached."""
         row = row_of(sequence)
         remaining = sequence.remaining if sequence.state is State.SWAPPED else int(self.rows.remaining[row])
         sequence.in_flight = int(self.memory.tables.lengths[row]) + remaining - int(self.rows.known[row])
@@ -157,7 +174,7 @@ class Sequences:
         self._leave(sequence)
         sequence.state = State.WAITING
         self._count_preemption(sequence)
-        self.waiting.put_first(sequence)
+        self.waiting.put_back(sequence)
 
     def swap_out(self, victims: list[Sequence]) -> bool:
         """RUNNING -> SWAPPED, together: what they share with each other moves too. False: no slots, nothing done."""
@@ -247,8 +264,10 @@ class Sequences:
 
     # --- inside
 
-    def _note_admission(self, sequence: Sequence, now: float) -> None:
+    def _note_admission(self, sequence: Sequence, computed: int, now: float) -> None:
+        """computed: tokens that are there already."""
         sequence.admitted_s = now
+        self.shares.admit(sequence.tenant, len(sequence.tokens) - computed)
         self.admissions.requests += 1
         self.admissions.tokens += sequence.queue_tokens
 
@@ -265,11 +284,13 @@ class Sequences:
         self.entered.append(sequence)
 
     def _arrival_of(self, sequence: Sequence) -> int:
-        """Later than all others, but as a beam's relatives: none of a search is older or younger than the rest."""
+        """By turns; of those with the same turn, later than all others. That of a beam is that of its relatives: none
+        of a search is older or younger than the rest.
+        """
         if sequence.group is not None and sequence.group.family.with_row:
             return int(self.rows.arrival[row_of(next(iter(sequence.group.family.with_row.values())))])
         self._arrivals += 1
-        return self._arrivals
+        return _turn(sequence) + self._arrivals
 
     def _fork_space(self, relative: Sequence, length: int, *, promises: bool) -> AddressSpace:
         space, orders = self.memory.fork(space_of(relative), relative.request_id, length, promises=promises)
@@ -313,6 +334,14 @@ class Sequences:
     def _count_preemption(self, sequence: Sequence) -> None:
         sequence.preemptions += 1
         self.preemptions += 1
+
+
+ARRIVAL_BITS = 31
+"""Of an arrival, those that count; the others are tenths of a second of the turn. 2**31 enter a row in a year."""
+
+
+def _turn(sequence: Sequence) -> int:
+    return int(10 * sequence.turn_s) << ARRIVAL_BITS
 
 
 def row_of(sequence: Sequence) -> int:

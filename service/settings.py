@@ -202,6 +202,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "them, where that pays; off: by each alone. Results are the same but for rounding",
         ),
     ] = "auto"
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        About(
+            "Batching",
+            "whose turn it is. fcfs: in order of arrival; priority: by the field `priority` of requests, lower first, "
+            "which may take the place of less urgent ones that run",
+        ),
+    ] = "fcfs"
+    priority_ageing_s: Annotated[
+        Seconds,
+        About("Batching", "with --scheduling-policy priority: waiting so long makes up for one level", "SECONDS"),
+    ] = msgspec.field(default=30.0, name="priority_ageing")
     max_queue_requests: Annotated[
         Positive,
         About("Batching", "requests that may wait for their turn, each choice counted; more are answered 429", "N"),

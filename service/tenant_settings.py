@@ -11,7 +11,8 @@ each may ask. Whose requests are whose, keys say (auth.py).
     memory_high   above it nothing more is admitted while something of the tenant runs
     memory_max    above it only the tenant's own pages and Sequences make room
     swap_max      what its pages may fill of the swap area
-    weight        how long its idle pages are kept: 1 ... 10000; with 200 twice as long as with 100, the default
+    weight        its share of tokens while others wait too, and how long its idle pages are kept: 1 ... 10000; with 200
+                  twice as much, and twice as long, as with 100, the default
     isolate       true: it finds no cached pages of others, and they none of its
 
     requests_per_minute, tokens_per_minute, max_concurrent_requests      more is refused (rate_limits.py)

@@ -24,21 +24,53 @@ class Victims:
     def preempt_for(self, sequence: Sequence, lack: Lack) -> bool:
         """Preempt a younger one to get what `sequence` lacks: whom, and by swap or recomputation, mm's score says."""
         younger = self._who_may_go(sequence, self._sequences.running, lack)
-        if not younger:  # swapped ones still hold what they share among each other
-            swapped = self._who_may_go(sequence, self._sequences.swapped, lack)
-            if swapped:
-                self._sequences.recompute(swapped[-1])
-            return bool(swapped)
-        victim = self._memory.choose_victim(self.candidates(younger), lack.frames)
-        if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
-            for sequence in self._with_beams([younger[-1]]):
-                self._sequences.recompute(sequence)
+        if younger:
+            self._preempt_one_of(younger, lack.frames)
             return True
+        swapped = self._who_may_go(sequence, self._sequences.swapped, lack)
+        if swapped:  # they still hold what they share among each other
+            self._sequences.recompute(swapped[-1])
+        return bool(swapped)
+
+    def make_place_for(self, sequence: Sequence, places: int) -> bool:
+        """Preempt less urgent ones of its tenant until so many rows are free, or none if all together are too few.
+
+        By recomputation: in swap they would keep their rows.
+        """
+        outranked = self._sequences.outranked(sequence)
+        if len(outranked) < places:
+            return False
+        outranked.sort(key=lambda other: (other.priority, int(self._rows.arrival[row_of(other)])))
+        freed = 0
+        for victim in reversed(outranked):
+            if freed >= places:
+                break
+            for each in [victim] if victim.group is None else victim.group.beams:  # rule 10
+                if each.space is not None:
+                    self._sequences.recompute(each)
+                    freed += 1
+        return True
+
+    def make_room_for(self, sequence: Sequence, frames: int) -> bool:
+        """Preempt a less urgent one of its tenant, if all of them together hold so many frames. Whether one was."""
+        running = [each for each in self._sequences.outranked(sequence) if each.state is State.RUNNING]
+        rows = np.array([row_of(each) for each in running], np.int32)
+        if not running or int(self._memory.tables.pages(rows).sum()) < frames:
+            return False
+        self._preempt_one_of(running, frames)
+        return True
+
+    def _preempt_one_of(self, candidates: list[Sequence], frames: int) -> None:
+        """Of these that run, oldest first: whom, and by swap or recomputation, mm's score says."""
+        victim = self._memory.choose_victim(self.candidates(candidates), frames)
+        if victim is None:  # nobody frees anything alone: what the youngest shares is freed when all who share it go
+            for sequence in self._with_beams([candidates[-1]]):
+                self._sequences.recompute(sequence)
+            return
         victims = self._with_beams([self._rows.at(row) for row in victim.rows.tolist()])
         if victim.action is not Action.SWAP or not self.swaps_work or not self._sequences.swap_out(victims):
             for sequence in victims:
                 self._sequences.recompute(sequence)
-        return True
 
     def _who_may_go(self, sequence: Sequence, among: Mapping[Key, Sequence], lack: Lack) -> list[Sequence]:
         """Who of `among` may be preempted for `sequence`, oldest first (rules 2, 7 and 8)."""
@@ -68,4 +100,4 @@ class Victims:
         state = self._rows
         done = (state.known[rows] - state.prompt[rows]) / np.maximum(state.limit[rows] - state.prompt[rows], 1)
         preemptions = np.array([sequence.preemptions for sequence in sequences], np.int32)
-        return Candidates(rows, np.zeros(len(rows), np.int32), done.astype(np.float64), preemptions)
+        return Candidates(rows, -state.priority[rows], done.astype(np.float64), preemptions)

@@ -66,3 +66,19 @@ def test_no_file_knows_an_index_of_packages() -> None:
 def test_no_file_is_large() -> None:
     """Models and other data are fetched, by hash; a clone stays small."""
     assert [str(path) for path in tracked_files() if path.stat().st_size > 2_000_000] == []
+
+
+def test_a_wheel_carries_every_file_of_the_packages() -> None:
+    """Kernels, workloads, pages: what is not Python has to be named. `make release` tries the wheel itself."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages, data = setuptools["packages"], setuptools["package-data"]
+    for path in tracked_files():
+        name = path.relative_to(ROOT)
+        package = ".".join(name.parent.parts)
+        if name.parts[0] not in ("service", "model", "cuda", "mm", "bench"):
+            continue
+        if package in packages and path.suffix == ".py":
+            continue
+        holders = [each for each in packages if (package + ".").startswith(each + ".")]
+        inside = ((each, name.relative_to(Path(*each.split(".")))) for each in holders)
+        assert any(rest.match(pattern) for each, rest in inside for pattern in data.get(each, ())), name

@@ -120,21 +120,13 @@ async def test_unused_fields_are_accepted(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", BOTH)
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("priority", 1),
-    ],
-)  # fmt: skip
-async def test_fields_of_later_releases_are_refused_by_name(server: Server, path: str, field: str, value: Any) -> None:
-    """A field that changes the result is never ignored in silence, and clients are told not to retry."""
-    answer = await server.post(path, body_for(path, **{field: value}))
-    assert answer.status == 400
-    assert answer.error["type"] == "NotImplementedError"
-    assert answer.error["param"] == field
-    assert answer.headers["x-should-retry"] == "false"
-    assert (await server.post(path, body_for(path, **{field: None}))).status == 200
-    assert len(server.engine.submitted) == 1
+async def test_a_priority_needs_a_server_that_goes_by_it(start: Start, path: str) -> None:
+    first_come = await start()
+    answer = await first_come.post(path, body_for(path, priority=-1))
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "BadRequestError", "priority")
+    by_priority = await start(limits={"takes_priority": True})
+    assert (await by_priority.post(path, body_for(path, priority=-1))).status == 200
+    assert [submit.priority for submit in first_come.engine.submitted + by_priority.engine.submitted] == [-1]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +135,13 @@ async def test_fields_of_later_releases_are_refused_by_name(server: Server, path
         (BOTH[0], "suffix", "x"), (BOTH[1], "chat_template", "x"),
     ],
 )  # fmt: skip
-async def test_fields_of_later_releases_on_one_route(server: Server, path: str, field: str, value: Any) -> None:
+async def test_fields_of_later_releases_are_refused_by_name(server: Server, path: str, field: str, value: Any) -> None:
+    """A field that changes the result is never ignored in silence, and clients are told not to retry."""
     answer = await server.post(path, body_for(path, **{field: value}))
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "NotImplementedError", field)
+    assert answer.headers["x-should-retry"] == "false"
+    assert (await server.post(path, body_for(path, **{field: None}))).status == 200
+    assert len(server.engine.submitted) == 1
 
 
 async def test_neutral_values_are_accepted(server: Server) -> None:
