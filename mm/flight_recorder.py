@@ -32,6 +32,7 @@ class EventKind(IntEnum):
     DENY = 14  # an allocation was refused. place: frames free or reclaimable; count: frames asked for
     PIN = 15  # place: the pin; count: pages
     UNPIN = 16  # place: the pin; count: pages
+    ACTION = 17  # an operator did something. place: its number; count: 1
 
 
 class FlightRecorder:

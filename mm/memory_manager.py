@@ -51,7 +51,7 @@ from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, Se
 from mm.steady_rows import SteadyRows
 from mm.swap_space import SwapBounds, SwapSpace
 from mm.swapper import Swapper
-from mm.tenants import Tenants
+from mm.tenants import TenantLimits, Tenants
 
 
 class MemoryManager:
@@ -143,12 +143,18 @@ class MemoryManager:
 
     def max_tokens_of(self, tenant: str | None) -> int:
         """Positions that one request of `tenant` can hold in all its address spaces together, whatever others do: up to
-        its max, and what their min leaves. None: a tenant without limits.
+        its max, and what their min and the pins leave. None: a tenant without limits.
         """
         names, limits = self.tenants.names, self.tenants.limits
         others = sum(each.min for name, each in zip(names, limits, strict=True) if name != tenant)
         most = limits[names.index(tenant)].max if tenant in names else self.frames.total
-        return min(self.frames.total - others, most) * self.page_size
+        return max(0, min(self.frames.total - others - self.pins.pages, most)) * self.page_size
+
+    @property
+    def limited_tenants(self) -> list[str]:
+        """Those that have limits of their own."""
+        names, limits = self.tenants.names, self.tenants.limits
+        return [name for name, each in zip(names, limits, strict=True) if each != TenantLimits()]
 
     @property
     def is_copying(self) -> bool:
@@ -523,7 +529,10 @@ class MemoryManager:
 
         Raises QuotaExceeded, and then holds nothing.
         """
-        entries = self.cache.walk(chain, chain.tokens // self.page_size)
+        return self.pin_entries(self.cache.walk(chain, chain.tokens // self.page_size), owner, tenant, ttl_s)
+
+    def pin_entries(self, entries: list[int], owner: str, tenant: str, ttl_s: float | None) -> Pin:
+        """The same for cached pages that follow each other, from a first one on."""
         resident = next((i for i, entry in enumerate(entries) if self.cache.frame[entry] == ABSENT), len(entries))
         expires_s = None if ttl_s is None else self.now + ttl_s
         pin = self.pins.pin(owner, tenant, entries[:resident], resident * self.page_size, self.now, expires_s)
@@ -548,6 +557,16 @@ class MemoryManager:
     def drop_caches(self) -> int:
         """Forget every cached page that nobody maps and no copy holds. Returns how many."""
         return drop_caches(self)
+
+    def forget_shadows(self) -> int:
+        """Forget which pages were evicted: what comes back is no refault. Returns how many were known."""
+        known = len(self.shadows)
+        self.shadows.clear()
+        return known
+
+    def note_action(self, row: int, number: int) -> None:
+        """An operator has done something, to a row or (ABSENT) to the whole."""
+        self._record(EventKind.ACTION, row, number, 1)
 
     # --- asking ahead
 

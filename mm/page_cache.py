@@ -120,6 +120,16 @@ class PageCache:
         best = int(common.argmax())
         return (children[best], int(common[best])) if common[best] else (ABSENT, 0)
 
+    def beginning(self, entry: int) -> list[int] | None:
+        """The cached pages from a first one up to and with `entry`; None if one between is not cached."""
+        found = [entry]
+        while self.parent[entry] != ABSENT:
+            if not self.has_parent(entry):
+                return None
+            entry = self.parent[entry]
+            found.append(entry)
+        return found[::-1]
+
     def is_current(self, entries: Int32Array, serials: Int64Array) -> bool:
         """Whether these entries are still the ones that had these serials."""
         return bool((self.serials[entries] == serials).all())

@@ -42,6 +42,10 @@ class Shadows:
         if len(shadows) > self.capacity:
             shadows.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._shadows.clear()
+
     def find(self, key: bytes) -> Shadow | None:
         return self._shadows.get(key)
 

@@ -30,6 +30,7 @@ class SequenceEntry(msgspec.Struct, frozen=True):
     state: SequenceState
     wait_reason: str
     tenant: str
+    priority: int
     key: str  # what the requests of one key have in common
     front_end: int
     age_s: float
@@ -57,7 +58,7 @@ def all_sequences(scheduler: Scheduler) -> list[Sequence]:
     """Everyone that has not ended, oldest first: also the beams of searches, which hold their memory."""
     all_ = scheduler.sequences
     found = {each.key: each for each in scheduler.open_sequences()}
-    for each in (*all_.waiting, *all_.running.values(), *all_.swapped.values()):
+    for each in (*all_.waiting, *all_.running.values(), *all_.swapped.values(), *all_.paused.values()):
         found.setdefault(each.key, each)
     return sorted(found.values(), key=lambda each: (each.submitted_s, each.key))
 
@@ -127,6 +128,7 @@ def _entries(inside: Inside, chosen: list[Sequence]) -> list[SequenceEntry]:
                 state=facts.state,
                 wait_reason=wait_reason(inside, each),
                 tenant=each.tenant,
+                priority=each.priority,
                 key=each.owner,
                 front_end=each.front_end,
                 age_s=round(now - each.submitted_s, 3),
@@ -157,6 +159,8 @@ def wait_reason(inside: Inside, sequence: Sequence) -> str:
     scheduler, memory = inside.engine.scheduler, inside.memory
     if sequence.state is State.SWAPPED:
         return "copying" if memory.is_copying and memory.tables.barred[row_of(sequence)] else "frames"
+    if sequence.state is State.PAUSED:
+        return "paused"
     if sequence.state is not State.WAITING:
         return ""
     if sequence.in_flight:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from mm import Event, EventKind, OomTable, Victim
+from service.action_log import Done
 from service.admin_sequences import find
 from service.admin_views import Facts, Inside, View
 from service.errors import BadRequest, quoted
@@ -24,7 +25,7 @@ Latencies = Callable[[], Facts]
 
 
 def trace(inside: Inside, asked: Look) -> Facts:
-    """Events of memory, oldest first, and the decisions to preempt among them.
+    """Events of memory, oldest first, with the decisions to preempt and the actions of operators among them.
 
     ?event= a kind, ?request= ?tenant= whose, ?after= a number, ?limit=.
     """
@@ -34,9 +35,11 @@ def trace(inside: Inside, asked: Look) -> Facts:
     kind = None if query.event is None else KINDS[query.event]
     found = memory.find_events(query.limit, after=query.after, kind=kind, tenant=query.tenant, owner=query.request)
     steps = {event.step for event in found if event.kind == "preempt"}
+    actions = {event.place for event in found if event.kind == "action"}
     return {
         "recorded": memory.recorder.recorded,
         "events": [event_facts(inside, event) for event in found],
+        "actions": [_action(inside, done) for done in inside.actions if done.number in actions],
         "preemptions": [_decision(step, victim) for step, victim in memory.victims if step in steps],
     }
 
@@ -60,6 +63,11 @@ def event_facts(inside: Inside, event: Event) -> Facts:
         "place": event.place,
         "count": event.count,
     }
+
+
+def _action(inside: Inside, done: Done) -> Facts:
+    facts: Facts = done._asdict()
+    return {"ts": inside.wall_clock(done.now)} | {name: value for name, value in facts.items() if name != "now"}
 
 
 def _decision(step: int, victim: Victim) -> Facts:

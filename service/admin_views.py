@@ -7,7 +7,7 @@ happened: admin_trace.py.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from mm.frame_views import (
 )
 from mm.statistics import TenantMemory
 from mm.tenants import UNLIMITED
+from service.action_log import ActionLog
 from service.engine import Engine
 from service.errors import BadRequest, NotFound, quoted
 from service.questions import Answers, FrameBytes, Look, MapFrames
@@ -42,14 +43,19 @@ class Inside:
 
     engine: Engine
     shows_text: bool  # of prompts: else not even their token ids leave this process
+    actions: ActionLog = field(default_factory=ActionLog)
+    began_ts: float = field(init=False)  # Unix time at which the engine's clock was 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "began_ts", time.time() - self.engine.now)
 
     @property
     def memory(self) -> MemoryManager:
         return self.engine.scheduler.memory
 
     def wall_clock(self, now: float) -> float:
-        """Unix time of a moment of the engine's clock."""
-        return round(time.time() - (self.engine.now - now), 3)
+        """Unix time of a moment of the engine's clock: the same whenever it is asked for."""
+        return round(self.began_ts + now, 3)
 
     def head(self) -> Facts:
         engine = self.engine

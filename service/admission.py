@@ -263,9 +263,10 @@ class Admission:
         family, relative, length = sequence.family, None, -1
         if family is not None and family.with_row and not sequence.is_scoring:
             nearest = family.nearest(sequence, self._rows, tables.lengths)
-            if nearest is None:
+            if nearest is not None:
+                relative, length = nearest
+            elif family.has_runner:
                 return None
-            relative, length = nearest
         match = self._look_up(sequence) if length < count - 1 else None
         if relative is not None and (match is None or match.cached_tokens <= length):
             frames = pages_for(count, tables.page_size) - length // tables.page_size

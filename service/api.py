@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 from aiohttp import web
 
-from service import admin, admin_streams
+from service import admin, admin_actions, admin_streams
+from service.admin_bodies import BODIES
 from service.anthropic_messages import count_tokens, create_message
 from service.body import read_body
 from service.completions import create_chat_completion, create_completion
@@ -232,6 +233,7 @@ def _admin_routes() -> list[Route]:
             routes.append(("GET", f"/admin/v1/{name}/stream", stream, "admin"))
         routes += _with_suffix(f"/admin/v1/{name}", show)
     routes.append(("GET", "/admin/v1/tenants/{of}/{file}", admin.tenant_file, "admin"))
+    routes += [("POST", f"/admin/v1/{path}", admin_actions.action(path), "admin") for path in BODIES]
     return routes
 
 

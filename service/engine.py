@@ -15,9 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import structlog
 
 from mm.addresses import FloatArray
@@ -40,7 +42,7 @@ from service.engine_client import (
     Submit,
     TokenBatch,
 )
-from service.errors import QueueFull
+from service.errors import BadRequest, EngineDead, PagewalkError, QueueFull
 from service.grammars import Grammar, MaskWorker, Matcher
 from service.held_submits import Held, HeldSubmits
 from service.open_requests import open_requests
@@ -60,6 +62,7 @@ SWAP_POLL_S = 0.0005
 """How often copies are asked for while nothing else is to do: a page takes some 10 us, a Sequence milliseconds."""
 
 log = structlog.get_logger("pagewalk.engine")
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Engine:
         self._inbox: deque[tuple[int, Message | Held]] = deque()
         self.held = HeldSubmits(self._release)  # until their grammars are compiled
         self._masks: MaskWorker | None = None  # made when it is first needed
+        self._actions: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._unread = self._unread_tokens = 0  # choices that were submitted since the last step, and their prompts
         self._queue_wait = QueueWait()
         self._wake = asyncio.Event()
@@ -145,7 +149,7 @@ class Engine:
         """Step until stopped; then return. Raises what broke the engine, after every front end has been told."""
         try:
             while not self._is_stopping:
-                if not self._inbox and not self.scheduler.has_work and not self._moving:
+                if not self._has_work:
                     await self._idle()
                 else:
                     await self.step()
@@ -157,10 +161,20 @@ class Engine:
             self.held.close()
             if self._masks is not None:
                 self._masks.close()
+            for _, future in self._actions:
+                if not future.done():
+                    future.set_exception(EngineDead("the engine has stopped"))
+
+    @property
+    def _has_work(self) -> bool:
+        scheduler = self.scheduler
+        is_asked = bool(self._inbox or self._actions)
+        return is_asked or scheduler.has_work or bool(self._moving) or scheduler.is_due(self._clock())
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
-        self._read_messages()
+        self.read_messages()
+        self._act()
         if self._ready_slots < self.executor.slots:
             self._open_slots()
         for number, succeeded in self.executor.ended():
@@ -282,7 +296,9 @@ class Engine:
             await asyncio.wait_for(self._wake.wait(), IDLE_AUDIT_S)
         except TimeoutError:
             self.scheduler.memory.check_invariants()
-            await self._wake.wait()
+            due_s = self.scheduler.next_deadline_s
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), None if due_s is None else max(0.0, due_s - self._clock()))
         self._wake.clear()
 
     # --- messages in, events out
@@ -307,7 +323,7 @@ class Engine:
         self._wake.set()
         self._is_idle.clear()
 
-    def _read_messages(self) -> None:
+    def read_messages(self) -> None:
         while self._inbox:
             front_end, message = self._inbox.popleft()
             now = self._clock()
@@ -342,8 +358,11 @@ class Engine:
         queue = QueueState(len(waiting), waiting.prompt_tokens, self.queue.wait_s)
         try:
             self.limits.check_queue(queue, 1 + len(message.siblings), len(message.prompt_ids))
+            self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
         except QueueFull as full:
             self._refuse(message, front_end, str(full), full.retry_after_s)
+        except BadRequest as refusal:  # the next try meets a front end that knows why it does not fit
+            self._refuse(message, front_end, str(refusal), retry_after_s=1)
         else:
             self.scheduler.submit(message, front_end, now, grammar)
 
@@ -375,6 +394,44 @@ class Engine:
         """Submits that the scheduler has not seen, with their front ends."""
         unread = [(front_end, message) for front_end, message in self._inbox if isinstance(message, Submit)]
         return self.held.submits() + unread
+
+    # --- what operators do
+
+    async def between_steps(self, action: Callable[[], A]) -> A:
+        """Carry `action` out before the next step, when the scheduler may be changed. Raises what it raises."""
+        if self._state == "dead" or self._is_stopping:
+            raise EngineDead("the engine has stopped")
+        future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._actions.append((action, future))
+        self._wake.set()
+        return await future
+
+    def _act(self) -> None:
+        while self._actions:
+            action, future = self._actions.popleft()
+            if future.done():
+                continue  # whoever asked has left
+            try:
+                future.set_result(action())
+            except PagewalkError as refusal:
+                future.set_exception(refusal)
+
+    def abort_all(self) -> None:
+        """End whatever is open, before the next step."""
+        for sequence in list(self.scheduler.open_sequences()):
+            self.post(sequence.front_end, Abort(sequence.sequence_id))
+
+    def refresh_limits(self) -> None:
+        """What one request can hold has changed: front ends, and the engine, refuse by that from now on."""
+        memory = self.scheduler.memory
+        names = {*self.limits.tenant_request_tokens, *memory.limited_tenants}
+        limits = msgspec.structs.replace(
+            self.limits,
+            max_request_tokens=memory.max_tokens_of(None),
+            tenant_request_tokens={name: memory.max_tokens_of(name) for name in names},
+        )
+        if limits != self.limits:
+            self.limits = limits
 
     def open_requests(self, owner: str) -> list[OpenRequest]:
         """The requests of an owner that have not ended, oldest first."""

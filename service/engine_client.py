@@ -246,7 +246,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     oom_ends: int = 0  # searches that ended for want of memory
 
 
-SequenceState = Literal["queued", "prefill", "decode", "preempted", "swapped"]
+SequenceState = Literal["queued", "prefill", "decode", "preempted", "swapped", "paused"]
 
 
 class OpenSequence(msgspec.Struct, frozen=True):

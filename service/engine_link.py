@@ -1,7 +1,7 @@
 """The engine's messages between two processes: what travels, its frames, and the front end's end of it.
 
     engine's process (front_ends.py)                                        front end (front_end_process.py)
-        ── Hello, Serve, Status, TokenBatch, EngineDied, Answer, SendReport, ReloadKeys, Goodbye ──▶
+        ── Hello, Serve, NewLimits, Status, TokenBatch, EngineDied, Answer, SendReport, ReloadKeys, Goodbye ──▶
         ◀── Listening, Serving, Failed, Submit, Cancel, Finish, Ask, Report ──
 
 A frame is four bytes of length, big-endian, and one MessagePack object whose `type` says which message it is. The link
@@ -108,6 +108,12 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     refusal: Refusal | None = None
 
 
+class NewLimits(msgspec.Struct, frozen=True, tag="new_limits"):
+    """What one request can hold has changed."""
+
+    limits: Limits
+
+
 class ReloadKeys(msgspec.Struct, frozen=True, tag="reload_keys"):
     """Read the file of API keys again."""
 
@@ -120,7 +126,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """Finish what is being sent, close, and exit."""
 
 
-ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | SendReport | ReloadKeys | Goodbye
+ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | NewLimits | SendReport | ReloadKeys | Goodbye
 
 # ---------------------------------------------------------------- from a front end
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mm.addresses import Int32Array
+from service.states import State
 
 if TYPE_CHECKING:
     from service.request import Sequence
@@ -25,7 +26,12 @@ class Family:
 
     def is_computing(self, sequence: "Sequence", rows: "RunningRows", lengths: Int32Array) -> bool:
         """Whether others have rows, and are just computing what `sequence` could fork: then it should wait."""
-        return bool(self.with_row) and self.nearest(sequence, rows, lengths) is None
+        return self.has_runner and self.nearest(sequence, rows, lengths) is None
+
+    @property
+    def has_runner(self) -> bool:
+        """Whether somebody has a row and will get on: not one that an operator has paused."""
+        return any(relative.state is not State.PAUSED for relative in self.with_row.values())
 
     def nearest(self, sequence: "Sequence", rows: "RunningRows", lengths: Int32Array) -> "tuple[Sequence, int] | None":
         """Whom `sequence`, which waits, can fork, and how many tokens they share: the whole prompt but for its last

@@ -33,6 +33,7 @@ from service.engine_link import (
     Hello,
     Link,
     Listening,
+    NewLimits,
     ReloadKeys,
     SendReport,
     Serve,
@@ -96,6 +97,9 @@ class FrontEndProcess:
             case Answer():
                 if self._engine is not None:
                     self._engine.answered(message)
+            case NewLimits(limits):
+                if self._engine is not None:
+                    self._engine.serve(limits)
             case SendReport():
                 self._report()
             case ReloadKeys():

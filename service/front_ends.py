@@ -23,7 +23,17 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from service.engine_client import Cancel, EngineDied, EnginePort, Event, Finish, QueueState, Submit, TokenBatch
+from service.engine_client import (
+    Cancel,
+    EngineDied,
+    EnginePort,
+    Event,
+    Finish,
+    Limits,
+    QueueState,
+    Submit,
+    TokenBatch,
+)
 from service.engine_link import (
     Answer,
     Ask,
@@ -32,6 +42,7 @@ from service.engine_link import (
     Hello,
     Link,
     Listening,
+    NewLimits,
     Refusal,
     ReloadKeys,
     SendReport,
@@ -95,6 +106,7 @@ class Desk:
         self._open: set[int] = set()  # Sequences that have not ended
         self._taken = self._taken_tokens = 0  # choices that have come in, and tokens of their prompts
         self._last_status: Status | None = None
+        self._told_limits: Limits | None = None
         self._reported = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -124,7 +136,15 @@ class Desk:
     def tell_status(self) -> None:
         """Also when nothing has changed: silence would mean that this process is stuck."""
         self._last_status = self.status()
+        engine = self._engine()
+        if engine is not None and self._told_limits not in (None, engine.limits):
+            self.told_limits(engine.limits)
+            self.link.send(NewLimits(engine.limits))
         self.link.send(self._last_status)
+
+    def told_limits(self, limits: Limits) -> None:
+        """The front end knows these."""
+        self._told_limits = limits
 
     async def fresh_report(self) -> None:
         """Ask for the counts, and wait for them, though not for long."""
@@ -290,7 +310,8 @@ class FrontEnds:
         """Let it meet the engine, if there is one."""
         if self._engine is not None and self._serve is not None:
             self._engine.connect(desk.number, desk)
-            desk.link.send(self._serve)
+            desk.link.send(msgspec.structs.replace(self._serve, limits=self._engine.limits))
+            desk.told_limits(self._engine.limits)
             desk.tell_status()
 
     def _ended(self, desk: Desk, reason: str) -> None:

@@ -3,13 +3,10 @@
 from service.admin_sequences import SEQUENCE_VIEWS
 from service.admin_trace import TRACE_VIEWS, pulse_of
 from service.admin_views import MEMORY_VIEWS, Inside, Inspector
-from service.engine import Engine
 from service.metrics import Metrics
-from service.settings import Settings
 
 
-def inspector(engine: Engine, settings: Settings, metrics: Metrics) -> Inspector:
+def inspector(inside: Inside, metrics: Metrics) -> Inspector:
     """Of one engine."""
-    inside = Inside(engine, shows_text=settings.admin_show_text)
     views = MEMORY_VIEWS | SEQUENCE_VIEWS | TRACE_VIEWS | {"pulse": pulse_of(metrics.latencies)}
     return Inspector(inside, views)

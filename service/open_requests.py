@@ -38,6 +38,10 @@ def describe(sequence: Sequence, scheduler: Scheduler) -> OpenSequence:
         case State.SWAPPED:
             known = int(scheduler.sequences.rows.known[row_of(sequence)])
             state = "swapped"
+        case State.PAUSED:
+            if sequence.space is not None:
+                known = int(scheduler.sequences.rows.known[row_of(sequence)])
+            state = "paused"
         case State.CHOICE:  # its beams have the tokens; which are its own is known at the end
             assert sequence.group is not None
             state = "decode" if sequence.group.family.with_row else "queued"

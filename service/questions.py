@@ -125,6 +125,15 @@ class MapFrames(Question[FrameBytes], frozen=True, tag="map_frames"):
     """The whole pool now."""
 
 
+class Act(Question[bytes], frozen=True, tag="act"):
+    """Something that an operator does: the JSON of what was, and what is now (operations.py). May be refused."""
+
+    action: str  # its path (admin_bodies.BODIES)
+    of: str
+    body: bytes  # checked, as JSON
+    by: str  # whose key; "" where none was asked for
+
+
 AnyQuestion = (
     TakeSnapshot
     | RenderMetrics
@@ -136,6 +145,7 @@ AnyQuestion = (
     | AbortRequest
     | Look
     | MapFrames
+    | Act
 )
 
 Q = TypeVar("Q", bound=Question[Any])

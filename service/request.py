@@ -5,7 +5,6 @@ while it waits, in `tokens`.
 """
 
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,21 +16,16 @@ from model.step_plan import Float32Array, SamplingParameters
 from service.constraint import Constraint
 from service.engine_client import MissInfo, Submit
 from service.family import Family
+from service.states import State
 
 if TYPE_CHECKING:
     from service.beams import BeamGroup
     from service.grammars import Grammar, Matcher
 
+__all__ = ["Key", "Sequence", "State", "choices_of"]
+
 Key = tuple[int, int]
 """(front end, sequence id): what tells a Sequence from all others."""
-
-
-class State(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    SWAPPED = auto()
-    CHOICE = auto()  # of a beam search: it holds nothing itself, the beams do
-    ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +72,8 @@ class Sequence:
     cached_of_row: int = 0  # tokens that were cached when it last entered a row
     cached_tokens: int = 0  # the same, the first time: what the client is told
     miss: MissInfo | None = None  # why no more was cached, the first time
-    remaining: int = 0  # tokens to compute when it returns from swap
+    remaining: int = 0  # tokens to compute when it returns from swap, or from a pause
+    oom_score_adj: int = 0  # makes it a likelier victim (up to 1000) or a less likely one (-1000: never)
     preemptions: int = 0
     scores_due: int = 0  # the next prompt token whose scores are to be given out; prompt_tokens if none is
     candidates: tuple[Int32Array, Float32Array] | None = None  # a beam's likeliest next tokens, until its group goes on

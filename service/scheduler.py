@@ -145,8 +145,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether there is anything to run: what operators have paused is not."""
+        return self._has_unpaused or bool(self._submitted)
+
+    @property
+    def _has_unpaused(self) -> bool:
         all_ = self.sequences
-        return bool(all_.waiting or all_.running or all_.swapped or self._submitted)
+        return bool(all_.waiting or all_.running or all_.swapped)
 
     @property
     def preemptions(self) -> int:
@@ -219,10 +224,19 @@ class Scheduler:
     def open_sequences(self) -> Iterator[Sequence]:
         """All that have not ended; of a beam search the choices, not the beams."""
         all_ = self.sequences
-        for sequence in chain(all_.waiting, all_.running.values(), all_.swapped.values()):
+        for sequence in chain(all_.waiting, all_.running.values(), all_.swapped.values(), all_.paused.values()):
             if sequence.group is None:
                 yield sequence
         yield from self._beams.choices.values()
+
+    def is_due(self, now: float) -> bool:
+        """Whether the time of one that is paused may be over: nothing else would bring a step."""
+        return bool(self.sequences.paused and self._deadlines) and self._deadlines[0][0] <= now
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When that would be."""
+        return self._deadlines[0][0] if self.sequences.paused and self._deadlines else None
 
     def take_ended(self) -> Committed:
         """What ended since the last call other than by `commit` and `end`: for the time, or for want of memory."""
@@ -343,14 +357,19 @@ class Scheduler:
                 self._ended.ended.append((sequence, self.end(sequence, "timeout", now)))
 
     def _give_way(self, now: float) -> bool:
-        """Nothing can run. If nothing is on its way either, beams stand still for want of pages (rule 10).
+        """Nothing can run. If nothing is on its way either, those that operators have paused give up what they hold;
+        else beams stand still for want of pages (rule 10).
 
         The youngest search gives its pages up, for others that hold some or wait to come back from swap. Where it is
         the only one, its own beams come next; if they do not fit, it has the whole pool, and ends with what it has.
         Returns whether anything has changed.
         """
+        if self._submitted or self.memory.is_copying:
+            return False
+        if self._has_unpaused and self._victims.take_from_paused():
+            return True
         groups = [group for group in self._beams.groups if group.family.with_row]
-        if not groups or self._submitted or self.memory.is_copying:
+        if not groups:
             return False
         groups.sort(key=lambda group: int(self._rows.arrival[row_of(next(iter(group.family.with_row.values())))]))
         oldest, youngest = groups[0], groups[-1]

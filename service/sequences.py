@@ -4,9 +4,13 @@ WAITING ──enter, fork──▶ RUNNING ◀──return_from_swap── SWAPP
    ▲                      │   │                          ▲
    └──────recompute───────┴───┴─────────swap_out─────────┘          any ──end, drop──▶ ENDED
 
+
+WAITING, RUNNING, SWAPPED ──pause──▶ PAUSED ──resume──▶ WAITING, or SWAPPED where it has a row
+
 WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits before the rest
 RUNNING    has a row and frames
 SWAPPED    has a row, which no step runs; its pages are in swap, on their way there, or on their way back
+PAUSED     is looked at by nobody. It keeps its row and pages until somebody else needs them
 CHOICE     stands for a result of a beam search: it holds nothing, and the beams are Sequences beside it (beams.py)
 """
 
@@ -51,6 +55,7 @@ class Sequences:
         self.waiting = WaitingQueue(self.shares.of)
         self.running: OrderedDict[Key, Sequence] = OrderedDict()
         self.swapped: OrderedDict[Key, Sequence] = OrderedDict()
+        self.paused: OrderedDict[Key, Sequence] = OrderedDict()
         self.running_by_tenant: Counter[str] = Counter()
         self.changes = 0  # grows whenever a row is taken, given up, or stops running
         self.preemptions = 0
@@ -83,7 +88,7 @@ class Sequences:
         return {sequence.key for sequence in before} != {sequence.key for sequence in waiting}
 
     def find(self, key: Key) -> Sequence | None:
-        return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key)
+        return self.running.get(key) or self.waiting.get(key) or self.swapped.get(key) or self.paused.get(key)
 
     def younger_than(self, sequence: Sequence, among: Mapping[Key, Sequence]) -> list[Sequence]:
         """Who of `among` (running or swapped) arrived after it, oldest first."""
@@ -165,15 +170,22 @@ class Sequences:
             self.entered.append(beam)  # the executor has noted the token that it sampled itself
 
     def recompute(self, sequence: Sequence) -> None:
-        """RUNNING or SWAPPED -> WAITING, before the rest of the queue: its tokens are computed again, if not cached."""
+        """RUNNING or SWAPPED -> WAITING, before the rest of the queue: its tokens are computed again, if not cached.
+
+        PAUSED stays so, without a row.
+        """
         row = row_of(sequence)
-        remaining = sequence.remaining if sequence.state is State.SWAPPED else int(self.rows.remaining[row])
+        remaining = int(self.rows.remaining[row]) if sequence.state is State.RUNNING else sequence.remaining
         sequence.in_flight = int(self.memory.tables.lengths[row]) + remaining - int(self.rows.known[row])
         if sequence.in_flight:
             self._bereft[row, int(self.rows.epoch[row])] = sequence
+        is_paused = sequence.state is State.PAUSED
         self._leave(sequence)
-        sequence.state = State.WAITING
         self._count_preemption(sequence)
+        if is_paused:
+            self.paused[sequence.key] = sequence
+            return
+        sequence.state = State.WAITING
         self.waiting.put_back(sequence)
 
     def swap_out(self, victims: list[Sequence]) -> bool:
@@ -207,6 +219,56 @@ class Sequences:
         self._start_running(sequence)
         self.rows.remaining[row_of(sequence)] = sequence.remaining
 
+    def pause(self, sequence: Sequence) -> None:
+        """WAITING, RUNNING or SWAPPED -> PAUSED. Who computes a prompt gives its pages up: others may wait for them."""
+        if sequence.state is State.RUNNING and sequence.first_token_s is None:
+            self.recompute(sequence)
+        match sequence.state:
+            case State.WAITING:
+                self.waiting.remove(sequence)
+            case State.RUNNING:
+                self._stop_running(sequence)
+        self.swapped.pop(sequence.key, None)
+        self.paused[sequence.key] = sequence
+        sequence.state = State.PAUSED
+        self.changes += 1
+
+    def resume(self, sequence: Sequence) -> None:
+        """PAUSED -> SWAPPED, from where it runs as soon as its pages are in frames; without a row -> WAITING."""
+        del self.paused[sequence.key]
+        if sequence.space is None:
+            sequence.state = State.WAITING
+            self.waiting.put_back(sequence)
+        else:
+            sequence.state = State.SWAPPED
+            self.swapped[sequence.key] = sequence
+        self.changes += 1
+
+    @property
+    def paused_with_row(self) -> list[Sequence]:
+        """Those whose pages could go, the one that was paused last first."""
+        return [sequence for sequence in reversed(self.paused.values()) if sequence.space is not None]
+
+    def set_priority(self, sequence: Sequence, priority: int, ageing_s: float) -> None:
+        """Its turn is as if it had come with this priority. A level counts as `ageing_s` of waiting."""
+        sequence.turn_s += (priority - sequence.priority) * ageing_s
+        sequence.priority = priority
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+            put = self.waiting.append if sequence.admitted_s is None else self.waiting.put_back
+            put(sequence)
+        elif sequence.space is not None:
+            row = row_of(sequence)
+            self.rows.priority[row] = priority
+            self.rows.arrival[row] = _turn(sequence) + self.rows.arrival[row] % (1 << ARRIVAL_BITS)
+        self.changes += 1
+
+    def set_oom_score_adj(self, sequence: Sequence, adjustment: int) -> None:
+        """-1000 ... 1000, until it ends."""
+        sequence.oom_score_adj = adjustment
+        if sequence.space is not None:
+            self.memory.set_oom_score_adj(sequence.space, adjustment)
+
     def end(
         self,
         sequence: Sequence,
@@ -239,8 +301,9 @@ class Sequences:
         """The same, where nobody is told: of a beam that was pruned."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.state is not State.CHOICE:
+        elif sequence.space is not None:
             self._leave(sequence)
+        self.paused.pop(sequence.key, None)
         sequence.state = State.ENDED
 
     # --- tokens that arrive after their Sequence was preempted
@@ -278,6 +341,8 @@ class Sequences:
         sequence.blocked_at = sequence.held_at = -1
         sequence.cached_of_row = space.length
         self.rows.enter(space.row, sequence, self._arrival_of(sequence), space.length)
+        if sequence.oom_score_adj:
+            self.memory.set_oom_score_adj(space, sequence.oom_score_adj)
         if sequence.family is not None:
             sequence.family.with_row[sequence.key] = sequence
         self._start_running(sequence)
@@ -310,6 +375,7 @@ class Sequences:
         if self.running.pop(sequence.key, None) is not None:
             self.running_by_tenant[sequence.tenant] -= 1
         self.swapped.pop(sequence.key, None)
+        self.paused.pop(sequence.key, None)
         if sequence in self.entered:
             self.entered.remove(sequence)
         self.changes += 1

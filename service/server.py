@@ -31,6 +31,7 @@ from model.cpu_threads import usable_cores
 from model.errors import ModelError
 from model.step_plan import SamplingParameters
 from service import logs
+from service.admin_views import Inside
 from service.doors import FLUSH_S, Doors, cannot_listen, url_host
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, EngineSnapshot, Event, Submit
 from service.engine_link import Hello, Serve, addresses
@@ -41,6 +42,7 @@ from service.grammars import Grammars
 from service.http_server import addresses_of, reserve, tls_context
 from service.inspector import inspector
 from service.metrics import Metrics, ServedFacts
+from service.operations import Operations
 from service.process import allow_many_sockets, settle
 from service.progress import StartProgress
 from service.questions import OWN_FRONT_END, Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
@@ -283,8 +285,10 @@ class Server:
             return assembly.engine.snapshot()
 
         self.answers.on(TakeSnapshot, take_snapshot)
-        self.inspector = inspector(assembly.engine, settings, self.metrics)
-        self.inspector.answer_with(self.answers)
+        inside = Inside(assembly.engine, shows_text=settings.admin_show_text)
+        inspector(inside, self.metrics).answer_with(self.answers)
+        later = asyncio.get_running_loop().call_later
+        Operations(inside, self._tell_state, later).answer_with(self.answers)
         facts = ModelFacts(
             names=names,
             root=loaded.root,

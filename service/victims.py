@@ -23,6 +23,8 @@ class Victims:
 
     def preempt_for(self, sequence: Sequence, lack: Lack) -> bool:
         """Preempt a younger one to get what `sequence` lacks: whom, and by swap or recomputation, mm's score says."""
+        if self.take_from_paused(lack):
+            return True
         younger = self._who_may_go(sequence, self._sequences.running, lack)
         if younger:
             self._preempt_one_of(younger, lack.frames)
@@ -71,6 +73,15 @@ class Victims:
         if victim.action is not Action.SWAP or not self.swaps_work or not self._sequences.swap_out(victims):
             for sequence in victims:
                 self._sequences.recompute(sequence)
+
+    def take_from_paused(self, lack: Lack | None = None) -> bool:
+        """Release what one of those holds that operators have paused; `lack`: one whose end would help with it."""
+        tenants = self._memory.tenants
+        for paused in self._sequences.paused_with_row:
+            if lack is None or lack.tenant is None or tenants.id(paused.tenant) == lack.tenant:
+                self._sequences.recompute(paused)
+                return True
+        return False
 
     def _who_may_go(self, sequence: Sequence, among: Mapping[Key, Sequence], lack: Lack) -> list[Sequence]:
         """Who of `among` may be preempted for `sequence`, oldest first (rules 2, 7 and 8)."""

@@ -10,6 +10,7 @@ from real_house import RealHouse, real_house
 from tiny_model import write_tiny_model
 
 from service import admin
+from service.admin_bodies import BODIES
 from service.api import ADMIN_ROUTES
 
 
@@ -85,7 +86,8 @@ async def test_the_right_key_a_wrong_one_and_none(
     for base in (server.url, f"http://127.0.0.1:{server.admin_port}"):
         for key, statuses in ((None, {401}), ("wrong", {401}), ("user", {401, 403}), ("root", {200, 400, 503})):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            async with server.session.request(method, base + path, headers=headers) as response:
+            body = {} if method == "POST" else None
+            async with server.session.request(method, base + path, headers=headers, json=body) as response:
                 assert response.status in statuses, (method, path, key)
 
 
@@ -93,3 +95,132 @@ async def test_without_an_admin_key_the_main_port_has_no_admin_routes(start: Sta
     server = await start()
     for method, path, _, _ in ADMIN_ROUTES:
         assert (await server.ask(method, path.replace("{of}", "0.1"))).status == 404, path
+
+
+# ---------------------------------------------------------------- actions
+
+
+@pytest.fixture
+async def locked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealHouse]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    keys: dict[str, Any] = {"admin_api_key": "root", "api_keys": ["user"]}
+    async with real_house(monkeypatch, folder, max_model_len=200, **keys) as house:
+        yield house
+
+
+async def post(house: RealHouse, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    url = f"http://127.0.0.1:{house.server.admin_port}/admin/v1/{path}"
+    async with house.session.post(url, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+ACTIONS: dict[str, dict[str, Any]] = {
+    "sequences/0.9/abort": {},
+    "sequences/0.9/pause": {},
+    "sequences/0.9/resume": {},
+    "sequences/0.9/priority": {"priority": 3},
+    "sequences/0.9/oom_score_adj": {"oom_score_adj": 5},
+    "sequences/0.9/madvise": {"advice": "cold"},
+    "sequences/0.9/swap_out": {},
+    "sequences/0.9/swap_in": {},
+    "page_cache/pin": {"messages": [{"role": "user", "content": "the"}], "owner": "me"},
+    "page_cache/unpin": {"pin": 1},
+    "page_cache/drop": {"level": 1},
+    "watermarks": {"min": 1, "low": 2, "high": 3},
+    "overcommit": {"mode": "always"},
+    "tenants/new": {"max": 50, "high": 40},
+    "drain": {"timeout_s": 60},
+}
+
+
+def test_each_action_is_tried() -> None:
+    tried = {path.replace("0.9", "{of}").replace("/new", "/{of}") for path in ACTIONS}
+    assert tried == BODIES.keys()
+
+
+@pytest.mark.parametrize("path", ACTIONS)
+async def test_an_action_needs_the_admin_key(locked: RealHouse, path: str) -> None:
+    """No key, a wrong one and a user's change nothing and are not in the trace; the right one acts."""
+    refusals = {"none": {}, "wrong": {"Authorization": "Bearer x"}, "user": {"Authorization": "Bearer user"}}
+    for whose, headers in refusals.items():
+        status, answer = await post(locked, path, ACTIONS[path], **headers)
+        assert status == (403 if whose == "user" else 401), whose
+        assert "done" not in answer
+    root = {"Authorization": "Bearer root"}
+    assert (await get(locked, "trace?event=action", **root))[2]["events"] == []
+    status, answer = await post(locked, path, ACTIONS[path], **root)
+    if path.startswith("sequences"):
+        assert status == 404
+    elif path == "page_cache/pin":
+        assert (status, "cached" in answer["error"]["message"]) == (400, True)
+    else:
+        assert status == 200
+        assert list(answer) == ["done", "before", "after"]
+        (done,) = (await get(locked, "trace?event=action", **root))[2]["actions"]
+        assert (done["action"], done["after"]) == (path, answer["after"])
+        assert done["by"]
+
+
+async def test_a_running_sequence_is_paused_resumed_and_aborted(house: RealHouse) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 190, "ignore_eos": True, "stream": True, "request_id": "mine"}
+    async with house.session.post(house.url + "/v1/completions", json=body) as response:
+        await response.content.readline()
+        status, answer = await post(house, "sequences/mine/pause", {})
+        assert (status, answer["after"]["state"]) == (200, "paused")
+        async with house.session.get(house.url + "/v1/requests/mine") as shown:
+            assert (await shown.json())["sequences"][0]["state"] == "paused"
+        assert (await post(house, "sequences/mine/resume", {}))[1]["before"]["state"] == "paused"
+        assert (await post(house, "sequences/mine/abort", {}))[1]["after"]["state"] == "ended"
+        assert b'"error"' in await response.content.read()
+    assert (await post(house, "sequences/mine/abort", {}))[0] == 404
+
+
+async def test_a_chat_s_beginning_is_pinned(house: RealHouse) -> None:
+    messages = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 6}]
+    await house.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    status, answer = await post(house, "page_cache/pin", {"messages": messages, "owner": "me", "ttl_s": 60})
+    assert status == 200
+    assert answer["after"]["frames"] * 16 == answer["after"]["tokens"] > 0
+    assert (await get(house, "meminfo"))[2]["pinned"] == answer["after"]["frames"]
+    assert (await post(house, "page_cache/unpin", {"owner": "me"}))[1]["after"]["pinned_frames"] == 0
+
+
+async def test_wrong_bodies_are_refused_by_name(house: RealHouse) -> None:
+    for path, body, param in (
+        ("watermarks", {"lwo": 1}, "lwo"),
+        ("watermarks", {"low": -1}, "low"),
+        ("overcommit", {}, "mode"),
+        ("overcommit", {"mode": "lunch"}, "mode"),
+        ("page_cache/drop", {"level": 4}, "level"),
+        ("page_cache/pin", {"owner": "me"}, "tokens"),
+        ("page_cache/pin", {"owner": "me", "tokens": [10**8]}, "tokens"),
+        ("page_cache/unpin", {}, "pin"),
+        ("tenants/a", {"max": "lunch"}, "max"),
+        ("sequences/0.1/oom_score_adj", {"oom_score_adj": 1001}, "oom_score_adj"),
+        ("drain", {"timeout_s": 0}, "timeout_s"),
+    ):
+        status, answer = await post(house, path, body)
+        assert status == 400, (path, body)
+        assert param in (answer["error"]["param"] or answer["error"]["message"]), (path, answer)
+    assert house.engine.state == "ready"
+
+
+async def test_pages_of_other_sites_cannot_act(house: RealHouse) -> None:
+    """Without a key: neither a form on another site, nor a name that was made to point at this machine."""
+    port = house.server.admin_port
+    for headers in (
+        {"Origin": "https://example.org"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Host": f"rebound.example.org:{port}"},
+    ):
+        status, answer = await post(house, "page_cache/drop", {"level": 1}, **headers)
+        assert (status, answer["error"]["type"]) == (403, "PermissionDeniedError"), headers
+    for headers in (
+        {"Origin": f"http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"},
+        {"Host": f"localhost:{port}"},
+        {"Host": f"[::1]:{port}"},
+        {"Host": "pagewalk"},
+    ):
+        assert (await post(house, "page_cache/drop", {"level": 1}, **headers))[0] == 200, headers

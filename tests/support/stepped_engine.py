@@ -1,6 +1,8 @@
 """A real engine over the simulated executor that a test steps by hand, under a load that its small pool cannot hold."""
 
+import json
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -9,14 +11,14 @@ from simulated_executor import VOCABULARY, SimulatedExecutor
 
 from mm import CostEstimates, MemoryManager, QuotaExceeded, TenantLimits
 from model.step_plan import SamplingParameters
-from service.admin_views import Inspector
+from service.admin_views import Inside, Inspector
 from service.engine import Engine
 from service.engine_client import Cancel, EngineClient, Event, Limits, Sibling, Submit
 from service.inspector import inspector
 from service.metrics import Metrics
-from service.questions import Look, ViewQuery
+from service.operations import Operations
+from service.questions import Act, Look, ViewQuery
 from service.scheduler import Scheduler, SchedulerSettings
-from service.settings import Settings
 
 PAGE = 4
 LENGTH = 80
@@ -37,12 +39,20 @@ class FixedCosts(CostEstimates):
 class SteppedEngine:
     """`step()` is one turn; `act()` one thing that clients or operators may do."""
 
-    def __init__(self, seed: int = 0, *, frames: int = 40, slots: int = 24, shows_text: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        frames: int = 40,
+        slots: int = 24,
+        shows_text: bool = False,
+        ageing_s: float | None = None,
+    ) -> None:
         self.memory = MemoryManager(
             frames=frames, max_rows=12, max_pages=LENGTH // PAGE, page_size=PAGE, slots=slots, costs=FixedCosts()
         )
         self.memory.tenants.set_limits("small", TenantLimits(max=24, high=20))
-        bounds = SchedulerSettings(max_running=8, max_batched_tokens=24, max_length=LENGTH)
+        bounds = SchedulerSettings(max_running=8, max_batched_tokens=24, max_length=LENGTH, ageing_s=ageing_s)
         self.executor = SimulatedExecutor(self.memory)
         self.executor.end_swaps = lambda ticket: True if self.chance.random() < 0.4 else None
         limits = Limits(max_model_len=LENGTH, max_request_tokens=LENGTH, max_queue_requests=999, vocabulary=VOCABULARY)
@@ -52,7 +62,10 @@ class SteppedEngine:
         self.engine = Engine(scheduler, self.executor, limits, metrics, clock=lambda: self.now)
         self.engine.connect(0, Deaf())
         self.client = EngineClient(self.engine)
-        self.inspector: Inspector = inspector(self.engine, Settings(admin_show_text=shows_text), metrics)
+        inside = Inside(self.engine, shows_text=shows_text)
+        self.inspector: Inspector = inspector(inside, metrics)
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.operations = Operations(inside, lambda: None, lambda *call: self.later.append(call))
         self.chance = random.Random(seed)
         self.submitted = 0
 
@@ -89,6 +102,10 @@ class SteppedEngine:
             case 5:
                 for number in list(self.memory.pins.held)[:2]:
                     self.memory.unpin(number)
+
+    def do(self, action: str, of: str = "", **body: Any) -> Any:
+        """An action, at once: between two steps."""
+        return json.loads(self.operations.act(Act(action, of, json.dumps(body).encode(), "")))
 
     def look(self, view: str, of: str = "", **query: Any) -> bytes:
         return self.inspector.look(Look(view, of, ViewQuery(**query)))

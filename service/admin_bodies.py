@@ -1,0 +1,124 @@
+"""Bodies of the actions under /admin/v1, and which action takes which. Memory in frames and slots."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from service.errors import BadRequest
+from service.messages import ChatMessage
+from service.schema import MAX_PRIORITY, Body
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+
+
+class ActionBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every action takes: nothing."""
+
+    model: None = None  # one server, one model
+
+
+class SetPriority(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Lower runs earlier, as in requests."""
+
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class OomScoreAdj(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How likely a victim it is: -1000 (never) to 1000."""
+
+    oom_score_adj: Annotated[int, Meta(ge=-1000, le=1000)]
+
+
+class Madvise(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What will become of its pages (mm/advice.py)."""
+
+    advice: Literal["willneed", "cold", "pageout", "dontneed"]
+
+
+class PinPrefix(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cached prefix, by its tokens, by the chat that begins with it, or by the hash of its last page."""
+
+    owner: Annotated[str, Meta(min_length=1, max_length=128)]
+    tokens: list[Count] | None = None
+    messages: list[ChatMessage] | None = None
+    hash: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
+    salt: str = ""
+    tenant: str = "default"
+    ttl_s: Seconds | None = None
+
+    def check(self) -> None:
+        super().check()
+        if sum(given is not None for given in (self.tokens, self.messages, self.hash)) != 1:
+            raise BadRequest("exactly one of tokens, messages and hash is needed.", param="tokens")
+
+
+class Unpin(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pin by its number, or all of an owner."""
+
+    pin: Count | None = None
+    owner: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.pin is None) == (self.owner is None):
+            raise BadRequest("exactly one of pin and owner is needed.", param="pin")
+
+
+class DropCaches(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As drop_caches: 1 the cached pages that nobody maps; 2 the shadows of evicted ones; 3 both."""
+
+    level: Literal[1, 2, 3]
+
+
+class SetWatermarks(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In free frames; what is left out stays."""
+
+    min: Count | None = None
+    low: Count | None = None
+    high: Count | None = None
+
+
+class Overcommit(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be promised from now on."""
+
+    mode: Literal["strict", "heuristic", "always"]
+
+
+class SetLimits(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of a tenant, as in mm/tenants.py; "max" is none; what is left out stays."""
+
+    min: Count | None = None
+    low: Count | None = None
+    high: Count | Literal["max"] | None = None
+    max: Count | Literal["max"] | None = None
+    swap_max: Count | Literal["max"] | None = None
+    weight: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    isolate: bool | None = None
+
+
+class Drain(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Admit nothing more; after timeout_s, end what still runs. None: it may run to its end."""
+
+    timeout_s: Seconds | None = None
+
+
+BODIES: Mapping[str, type[ActionBody]] = {
+    "sequences/{of}/abort": ActionBody,
+    "sequences/{of}/pause": ActionBody,
+    "sequences/{of}/resume": ActionBody,
+    "sequences/{of}/priority": SetPriority,
+    "sequences/{of}/oom_score_adj": OomScoreAdj,
+    "sequences/{of}/madvise": Madvise,
+    "sequences/{of}/swap_out": ActionBody,
+    "sequences/{of}/swap_in": ActionBody,
+    "page_cache/pin": PinPrefix,
+    "page_cache/unpin": Unpin,
+    "page_cache/drop": DropCaches,
+    "watermarks": SetWatermarks,
+    "overcommit": Overcommit,
+    "tenants/{of}": SetLimits,
+    "drain": Drain,
+}
+"""Every action, by its path."""

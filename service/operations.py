@@ -1,0 +1,384 @@
+"""What operators do to a running server, carried out between two steps. Each is logged, and is an event of the trace.
+
+An operation is a function that changes something and says what was and what is. A refusal changes nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from mm import ABSENT, Advice, Namespace, OutOfSwapSlots, OvercommitMode, QuotaExceeded, Watermarks
+from mm.addresses import pages_for
+from mm.frame_views import page_hash
+from mm.tenants import MAX_TENANTS, UNLIMITED, TenantLimits
+from service.action_log import Done
+from service.admin_bodies import (
+    BODIES,
+    Drain,
+    DropCaches,
+    Madvise,
+    OomScoreAdj,
+    Overcommit,
+    PinPrefix,
+    SetLimits,
+    SetPriority,
+    SetWatermarks,
+    Unpin,
+)
+from service.admin_sequences import all_sequences, find, name_of
+from service.admin_views import Facts, Inside
+from service.engine_client import Abort
+from service.errors import BadRequest
+from service.open_requests import describe
+from service.questions import Act, Answers
+from service.request import Sequence, State
+from service.sequences import row_of, space_of
+
+log = structlog.get_logger("pagewalk.admin")
+
+Change = tuple[Facts, Facts]
+"""What was, and what is."""
+
+Operation = Callable[["Operations", str, Any], Change]
+
+
+Later = Callable[[float, Callable[[], None]], object]
+"""later(seconds, f): call f then."""
+
+
+class Operations:
+    """Carries them out, one after the other."""
+
+    def __init__(self, inside: Inside, tell_state: Callable[[], None], later: Later) -> None:
+        """tell_state: front ends must learn that the engine's state, or a limit, has changed."""
+        self.inside = inside
+        self.later = later
+        self._tell_state = tell_state
+
+    def answer_with(self, answers: Answers) -> None:
+        """From now on."""
+
+        async def act(front_end: int, question: Act) -> bytes:
+            return await self.inside.engine.between_steps(lambda: self.act(question))
+
+        answers.on(Act, act)
+
+    def act(self, question: Act) -> bytes:
+        """One action, now. Raises BadRequest, NotFound; then nothing has changed."""
+        body = msgspec.json.decode(question.body, type=BODIES[question.action])
+        action = question.action.replace("{of}", question.of)
+        row = self._row_of(question.of) if question.action.startswith("sequences/") else ABSENT
+        before, after = OPERATIONS[question.action](self, question.of, body)
+        engine, actions = self.inside.engine, self.inside.actions
+        number = actions.next_number
+        actions.append(Done(number, engine.now, engine.committed_step, action, question.by, before, after))
+        self.inside.memory.note_action(row, number)
+        log.info("admin action", action=action, by=question.by, before=before, after=after)
+        engine.refresh_limits()
+        self._tell_state()
+        return msgspec.json.encode({"done": True, "before": before, "after": after})
+
+    def _row_of(self, of: str) -> int:
+        sequence = find(self.inside, of)
+        return ABSENT if sequence.space is None else row_of(sequence)
+
+    # --- what most of them need
+
+    def sequence(self, of: str) -> Sequence:
+        """One that stands for itself. Raises NotFound, and BadRequest for a beam or a choice of a search."""
+        sequence = find(self.inside, of)
+        if sequence.group is not None:
+            raise BadRequest("a beam search can only be aborted: none of its beams gets on without the others")
+        return sequence
+
+    def facts(self, sequence: Sequence) -> Facts:
+        """Where it stands."""
+        memory, space = self.inside.memory, sequence.space
+        held = None if space is None else memory.sequence_memory(space)
+        return {
+            "id": name_of(sequence),
+            "state": "ended"
+            if sequence.state is State.ENDED
+            else describe(sequence, self.inside.engine.scheduler).state,
+            "frames": 0 if held is None else held.resident,
+            "swap": 0 if held is None else held.swap,
+            "oom_score_adj": sequence.oom_score_adj,
+        }
+
+    def check_all_still_fit(self, tokens_of: Callable[[str], int]) -> None:
+        """Raises BadRequest if an open Sequence could not run alone, where tokens_of(tenant) are what one may hold."""
+        page_size = self.inside.memory.page_size
+        for sequence in all_sequences(self.inside.engine.scheduler):
+            if sequence.state is State.CHOICE:
+                continue
+            width = 1 if sequence.group is None else sequence.group.search.width
+            needed = width * pages_for(sequence.limit, page_size) * page_size
+            if needed > tokens_of(sequence.tenant):
+                raise BadRequest(
+                    f"sequence {name_of(sequence)} may come to hold {needed} tokens, and could not run then: abort it "
+                    "first, or leave more"
+                )
+
+
+# ---------------------------------------------------------------- sequences
+
+
+def abort(operations: Operations, of: str, body: object) -> Change:
+    """Whoever waits for it is told, as by DELETE /v1/requests."""
+    sequence = find(operations.inside, of)
+    if sequence.group is not None and sequence.state is not State.CHOICE:
+        raise BadRequest("a beam cannot be aborted, but the choices of its search can")
+    before = operations.facts(sequence)
+    operations.inside.engine.post(sequence.front_end, Abort(sequence.sequence_id))
+    operations.inside.engine.read_messages()
+    return before, operations.facts(sequence)
+
+
+def pause(operations: Operations, of: str, body: object) -> Change:
+    sequence = operations.sequence(of)
+    before = operations.facts(sequence)
+    if sequence.state is not State.PAUSED:
+        operations.inside.engine.scheduler.sequences.pause(sequence)
+    return before, operations.facts(sequence)
+
+
+def resume(operations: Operations, of: str, body: object) -> Change:
+    sequence = operations.sequence(of)
+    before = operations.facts(sequence)
+    if sequence.state is State.PAUSED:
+        operations.inside.engine.scheduler.sequences.resume(sequence)
+    return before, operations.facts(sequence)
+
+
+def priority(operations: Operations, of: str, body: SetPriority) -> Change:
+    """Its turn from now on: as if it had come with this priority."""
+    sequence, scheduler = operations.sequence(of), operations.inside.engine.scheduler
+    if scheduler.settings.ageing_s is None:
+        raise BadRequest("priorities mean nothing here: start the server with --scheduling-policy priority")
+    before = operations.facts(sequence) | {"priority": sequence.priority}
+    scheduler.sequences.set_priority(sequence, body.priority, scheduler.settings.ageing_s)
+    return before, operations.facts(sequence) | {"priority": sequence.priority}
+
+
+def oom_score_adj(operations: Operations, of: str, body: OomScoreAdj) -> Change:
+    sequence = operations.sequence(of)
+    before = operations.facts(sequence)
+    operations.inside.engine.scheduler.sequences.set_oom_score_adj(sequence, body.oom_score_adj)
+    return before, operations.facts(sequence)
+
+
+def swap_out(operations: Operations, of: str, body: object) -> Change:
+    """Its pages go to swap, and stay there: it is paused until it is resumed or swapped in."""
+    sequence, sequences = operations.sequence(of), operations.inside.engine.scheduler.sequences
+    before = operations.facts(sequence)
+    _check_has_memory(sequence)
+    if sequence.state is State.RUNNING and sequence.first_token_s is None:
+        raise BadRequest("it computes its prompt: its pages can go when that is done")
+    if sequence.state is State.RUNNING:
+        if not sequences.swap_out([sequence]):
+            raise _no_slots(operations)
+    elif sequence.state is State.PAUSED and space_of(sequence).is_resident:
+        try:
+            sequences.swap_orders.append(operations.inside.memory.swap_out([space_of(sequence)]))
+        except OutOfSwapSlots:
+            raise _no_slots(operations) from None
+    if sequence.state is not State.PAUSED:
+        sequences.pause(sequence)
+    return before, operations.facts(sequence)
+
+
+def swap_in(operations: Operations, of: str, body: object) -> Change:
+    """Its pages come back, and it runs, as soon as there is room; at once if there is."""
+    sequence, sequences = operations.sequence(of), operations.inside.engine.scheduler.sequences
+    before = operations.facts(sequence)
+    _check_has_memory(sequence)
+    if sequence.state is State.PAUSED:
+        sequences.resume(sequence)
+    if sequence.state is State.SWAPPED:
+        sequences.bring_in(sequence)
+    return before, operations.facts(sequence)
+
+
+def madvise(operations: Operations, of: str, body: Madvise) -> Change:
+    """willneed: as swap_in. pageout: to swap, until the scheduler has room again. cold, dontneed: at its end."""
+    sequence, sequences = operations.sequence(of), operations.inside.engine.scheduler.sequences
+    _check_has_memory(sequence)
+    advice = Advice(body.advice)
+    if advice is Advice.WILLNEED:
+        return swap_in(operations, of, body)
+    before = operations.facts(sequence)
+    if advice is not Advice.PAGEOUT:
+        sequences.swap_orders.append(operations.inside.memory.advise(space_of(sequence), advice))
+    elif sequence.state is State.RUNNING and not sequences.swap_out([sequence]):
+        raise _no_slots(operations)
+    return before | {"advice": None}, operations.facts(sequence) | {"advice": body.advice}
+
+
+def _check_has_memory(sequence: Sequence) -> None:
+    if sequence.space is None:
+        raise BadRequest("it holds no memory: it waits for its turn")
+
+
+def _no_slots(operations: Operations) -> BadRequest:
+    swap = operations.inside.memory.swap
+    words = "this server has no swap area" if not swap.total else f"{swap.free_slots} of {swap.total} slots are free"
+    return BadRequest(f"its pages do not fit into swap: {words}")
+
+
+# ---------------------------------------------------------------- the page cache
+
+
+def pin(operations: Operations, of: str, body: PinPrefix) -> Change:
+    """Hold a cached prefix whatever the need. What of it is not cached, or in swap alone, is not held."""
+    memory, inside = operations.inside.memory, operations.inside
+    entries = _entries_of_hash(operations, body.hash) if body.hash is not None else _entries_of_tokens(operations, body)
+    resident = next((i for i, entry in enumerate(entries) if memory.cache.frame[entry] == ABSENT), len(entries))
+    if not resident:
+        raise BadRequest("nothing of this prefix is cached in frames: send a request that begins with it first")
+    pinned = resident * memory.page_size
+    operations.check_all_still_fit(lambda tenant: memory.max_tokens_of(tenant) - pinned)
+    before: Facts = {"pinned_frames": memory.pins.pages}
+    try:
+        held = memory.pin_entries(entries, body.owner, body.tenant, body.ttl_s)
+    except QuotaExceeded as error:
+        raise BadRequest(str(error)) from None
+    expires_ts = None if held.expires_s is None else inside.wall_clock(held.expires_s)
+    return before, {
+        "pinned_frames": memory.pins.pages,
+        "pin": held.number,
+        "tokens": held.tokens,
+        "frames": len(held.frames),
+        "expires_ts": expires_ts,
+    }
+
+
+def _entries_of_tokens(operations: Operations, body: PinPrefix) -> list[int]:
+    memory, vocabulary = operations.inside.memory, operations.inside.engine.limits.vocabulary
+    tokens = body.tokens or []
+    if tokens and max(tokens) >= vocabulary:
+        raise BadRequest(f"the token id {max(tokens)} is not below {vocabulary}", param="tokens")
+    chain = memory.chain(np.array(tokens, np.int32), Namespace(salt=body.salt), body.tenant)
+    return memory.cache.walk(chain, chain.tokens // memory.page_size)
+
+
+def _entries_of_hash(operations: Operations, wanted: str) -> list[int]:
+    memory = operations.inside.memory
+    for entry in np.flatnonzero(memory.cache.in_use()).tolist():
+        if page_hash(memory, entry) == wanted:
+            if (found := memory.cache.beginning(entry)) is not None:
+                return found
+            raise BadRequest("the pages before this one are not cached: it cannot be found any more", param="hash")
+    raise BadRequest("no cached page has this hash", param="hash")
+
+
+def unpin(operations: Operations, of: str, body: Unpin) -> Change:
+    memory = operations.inside.memory
+    before: Facts = {"pinned_frames": memory.pins.pages}
+    numbers = [held.number for held in memory.pins.held.values() if body.pin == held.number or body.owner == held.owner]
+    for number in numbers:
+        memory.unpin(number)
+    return before, {"pinned_frames": memory.pins.pages, "ended": numbers}
+
+
+def drop(operations: Operations, of: str, body: DropCaches) -> Change:
+    memory = operations.inside.memory
+    before: Facts = {"cached_pages": len(memory.cache), "shadows": len(memory.shadows)}
+    if body.level & 1:
+        memory.drop_caches()
+    if body.level & 2:
+        memory.forget_shadows()
+    return before, {"cached_pages": len(memory.cache), "shadows": len(memory.shadows)}
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def watermarks(operations: Operations, of: str, body: SetWatermarks) -> Change:
+    memory = operations.inside.memory
+    before = memory.reclaimer.watermarks
+    given = {name: value for name in ("min", "low", "high") if (value := getattr(body, name)) is not None}
+    try:
+        after: Watermarks = replace(before, **given)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if after.high > memory.frames.total:
+        raise BadRequest(f"high is {after.high}, and there are {memory.frames.total} frames", param="high")
+    memory.reclaimer.watermarks = after
+    return _watermarks(before), _watermarks(after)
+
+
+def _watermarks(marks: Watermarks) -> Facts:
+    return {"min": marks.min, "low": marks.low, "high": marks.high}
+
+
+def overcommit(operations: Operations, of: str, body: Overcommit) -> Change:
+    ledger = operations.inside.memory.ledger
+    before = ledger.mode
+    ledger.mode = OvercommitMode(body.mode)
+    return {"mode": str(before)}, {"mode": str(ledger.mode)}
+
+
+def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
+    """As if they had been in the settings file; until the server ends."""
+    memory = operations.inside.memory
+    tenants = memory.tenants
+    if of not in tenants.names and len(tenants.names) >= MAX_TENANTS - 1:
+        raise BadRequest(f"{MAX_TENANTS - 1} tenants are told apart, and there are as many")
+    before = tenants.limits[tenants.names.index(of)] if of in tenants.names else TenantLimits()
+    given = {name: getattr(body, name) for name in SetLimits.__struct_fields__ if name in _LIMITS}
+    given = {name: UNLIMITED if value == "max" else value for name, value in given.items() if value is not None}
+    try:
+        after = replace(before, **given)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    tenants.set_limits(of, after)
+    if sum(limits.min for limits in tenants.limits) > memory.frames.total:
+        tenants.set_limits(of, before)
+        raise BadRequest("the min of all tenants together are more frames than there are", param="min")
+    try:
+        operations.check_all_still_fit(memory.max_tokens_of)
+    except BadRequest:
+        tenants.set_limits(of, before)
+        raise
+    return _limits(before), _limits(after)
+
+
+_LIMITS = frozenset(("min", "low", "high", "max", "swap_max", "weight", "isolate"))
+
+
+def _limits(limits: TenantLimits) -> Facts:
+    return {name: "max" if (value := getattr(limits, name)) == UNLIMITED else value for name in sorted(_LIMITS)}
+
+
+def drain(operations: Operations, of: str, body: Drain) -> Change:
+    """New requests are answered 503. The process stays until it is told to stop."""
+    engine = operations.inside.engine
+    before: Facts = {"state": engine.state, "sequences": len(all_sequences(engine.scheduler))}
+    engine.drain()
+    if body.timeout_s is not None:
+        operations.later(body.timeout_s, engine.abort_all)
+    return before, {"state": engine.state, "timeout_s": body.timeout_s}
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "sequences/{of}/abort": abort,
+    "sequences/{of}/pause": pause,
+    "sequences/{of}/resume": resume,
+    "sequences/{of}/priority": priority,
+    "sequences/{of}/oom_score_adj": oom_score_adj,
+    "sequences/{of}/madvise": madvise,
+    "sequences/{of}/swap_out": swap_out,
+    "sequences/{of}/swap_in": swap_in,
+    "page_cache/pin": pin,
+    "page_cache/unpin": unpin,
+    "page_cache/drop": drop,
+    "watermarks": watermarks,
+    "overcommit": overcommit,
+    "tenants/{of}": tenant_limits,
+    "drain": drain,
+}
+assert OPERATIONS.keys() == BODIES.keys()
