@@ -5,6 +5,7 @@ Calls and reasoning stand beside what a client asks for, so the constraint of a 
 """
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,8 @@ from service.schema import ChatBody
 from service.tokenization import Tokenizer
 from service.tools import Tool
 
-ANY_OBJECT = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def chat_constraint(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> tuple[Constraint, str] | None:
@@ -58,8 +60,10 @@ def _tools(body: ChatBody) -> list[CallableTool]:
 
 def _tool(tool: Tool, *, is_held: bool) -> CallableTool:
     name, given = tool.function.name, tool.function.parameters
-    if not is_held or given is None:
+    if not is_held:
         return CallableTool(name, ANY_OBJECT)
+    if given is None:
+        return CallableTool(name, NO_ARGUMENTS)
     try:
         check_schema(given)
     except SchemaRefused as error:

@@ -16,10 +16,11 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant called. `arguments` is JSON in a string."""
+    """What an assistant called. `arguments` is JSON in a string. A client that has parsed it may send that along."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # unused
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +41,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same under its other name
+    parsed: Any = None  # unused: what a client has made of the content
     refusal: None = None
     annotations: None = None
     audio: None = None

@@ -466,6 +466,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
         ({"role": "assistant", "tool_calls": [CALL]}, ""),
         ({"role": "assistant", "content": "a", "tool_calls": []}, "a"),
+        ({"role": "assistant", "content": "a", "parsed": {"x": 1}}, "a"),
         ({"role": "assistant", "content": "a", "refusal": None, "annotations": None, "audio": None,
           "function_call": None, "tool_calls": None}, "a"),
         ({"role": "system", "content": "a", "name": "n"}, "a"),
