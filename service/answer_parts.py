@@ -91,6 +91,8 @@ class ThinkingReader:
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """(reasoning, what comes behind it), as far as they are settled. is_last: the text ends with this piece."""
         self._pushed += len(text)
+        if self._is_inside and not (self._held or self._skips_space or is_last) and is_settled(text, self._marks.end):
+            return text, ""
         self._held += text
         if self.characters is None and not self._has_begun:
             self._begin(is_last)
@@ -102,6 +104,11 @@ class ThinkingReader:
             behind = behind.lstrip()
             self._skips_space = not behind
         return reasoning, behind
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all that may follow comes as it is."""
+        return self.characters is not None and not self._skips_space
 
     def _begin(self, is_last: bool) -> None:
         text = self._held.lstrip()
@@ -155,6 +162,11 @@ class AnswerReader:
         return tuple(parts)
 
     @property
+    def is_through(self) -> bool:
+        """Whether all that may follow is content."""
+        return self._calls is None and (self._thinking is None or self._thinking.is_through)
+
+    @property
     def has_calls(self) -> bool:
         return self._calls is not None and self._calls.calls > 0
 
@@ -199,6 +211,13 @@ def unsettled(text: str, mark: str) -> int:
     return len(text) - len(before.rstrip())
 
 
+def is_settled(text: str, mark: str) -> bool:
+    """Whether the text, looked at in a moment, holds nothing that may belong to a mark: true of nearly all tokens."""
+    return bool(text) and mark[0] not in text and not text[-1].isspace()
+
+
 def content_of(parts: tuple[Part, ...]) -> str:
     """The content alone."""
+    if len(parts) == 1:
+        return parts[0].text if isinstance(parts[0], Content) else ""
     return "".join(part.text for part in parts if isinstance(part, Content))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from service.chat_deltas import part_deltas, whole_message
+from service.chat_deltas import one_part, part_deltas, whole_message
 from service.choice import Choice, Delta
 from service.errors import PagewalkError
 from service.generation import Generation
@@ -274,7 +274,9 @@ class ChatForm(_Envelope):
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._opening + b'{"index":%d,"delta":' % choice.index
-        if delta.parts:
+        if len(delta.parts) == 1 and (one := one_part(delta.parts[0])):
+            early, content = [], one
+        elif delta.parts:
             *early, content = map(_encode, part_deltas(delta.parts))
         elif delta.finish_reason is None or delta.text:
             early, content = [], b'{"content":' + _encode(delta.text) + b"}"

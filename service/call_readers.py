@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from service.answer_parts import CallArguments, CallStart, Content, Part, unsettled
+from service.answer_parts import CallArguments, CallStart, Content, Part, is_settled, unsettled
 
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 """What a tool may be called."""
@@ -104,6 +104,8 @@ class CallReader:
 
     def push(self, text: str) -> list[Part]:
         """What this piece settles."""
+        if not self._held and self._is_in_content and is_settled(text, self.mark):
+            return [Content(text)]
         self._held += text
         parts: list[Part] = []
         while self._held and not self.is_done and self._state(parts):
@@ -118,6 +120,10 @@ class CallReader:
             parts.append(Content(self._opened))
             self._opened = ""
         return parts
+
+    @property
+    def _is_in_content(self) -> bool:
+        return self._state == self._read_content and not self._skips_space and not self.is_done
 
     # -- states
 

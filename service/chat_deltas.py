@@ -6,8 +6,26 @@ Reasoning stands under both names that clients look for, `reasoning_content` and
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from service.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 from service.choice import Delta
+
+_encode = msgspec.json.Encoder().encode
+
+
+def one_part(part: Part) -> bytes:
+    """The delta of a part that comes alone, as nearly all do; empty for the start of a call."""
+    match part:
+        case Content(text):
+            return b'{"content":%s}' % _encode(text)
+        case Reasoning(text):
+            said = _encode(text)
+            return b'{"reasoning_content":%s,"reasoning":%s}' % (said, said)
+        case CallArguments(call, text):
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%s}}]}' % (call, _encode(text))
+        case _:
+            return b""
 
 
 def part_deltas(parts: Sequence[Part]) -> list[dict[str, Any]]:

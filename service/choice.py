@@ -222,21 +222,26 @@ class Choice:
     def _taken_apart(self, delta: Delta) -> Delta:
         """`delta` with the parts of its text; the last of the choice if that makes all calls that there may be."""
         assert self._reader is not None
-        parts = self._reader.push(delta.text, is_last=delta.finish_reason is not None)
-        if self._reader.is_done and delta.finish_reason is None:
-            delta = delta._replace(finish_reason="stop")
-        if delta.finish_reason == "stop" and self._reader.has_calls:
-            delta = delta._replace(finish_reason="tool_calls")
-        self.finish_reason = delta.finish_reason
-        self._count_reasoning()
-        return delta._replace(text=content_of(parts), parts=parts)
-
-    def _count_reasoning(self) -> None:
-        assert self._reader is not None
+        reason = delta.finish_reason
+        parts = self._reader.push(delta.text, is_last=reason is not None)
+        if reason is None and self._reader.is_done:
+            reason = "stop"
+        if reason == "stop" and self._reader.has_calls:
+            reason = "tool_calls"
+        self.finish_reason = reason
         characters = self._reader.reasoning_characters
-        if self._begins and characters is not None:
-            self.reasoning_tokens += sum(begin < characters for begin in self._begins)
-            self._begins.clear()
+        if characters is not None:
+            self._count_reasoning(characters)
+        return Delta(content_of(parts), delta.token_ids, reason, delta.stop_reason, delta.scored, parts)
+
+    def _count_reasoning(self, characters: int) -> None:
+        """The reasoning is over: so many characters of the text were it. Then, without tools, all is plain text."""
+        assert self._reader is not None
+        self.reasoning_tokens += sum(begin < characters for begin in self._begins)
+        self._begins.clear()
+        if self._reader.is_through:
+            self._reader = None
+            self._is_plain = self._matcher is None
 
     def _with_scores(self, delta: Delta, token: int, scores: Scores, begin: int) -> Delta:
         """`delta` with the entries that its text lets go. `begin`: characters decoded before `token`."""
@@ -257,7 +262,9 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     token_ids = [token for delta in deltas for token in delta.token_ids]
     scored = tuple(entry for delta in deltas for entry in delta.scored)
-    parts = tuple(part for delta in deltas for part in delta.parts)
+    parts: tuple[Part, ...] = ()
+    if any(delta.parts for delta in deltas):  # behind the reasoning there may be plain text
+        parts = tuple(part for delta in deltas for part in delta.all_parts)
     return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason, scored, parts)
 
 

@@ -2,20 +2,25 @@
 
 from typing import Any
 
+import pytest
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service.choice import MERGE_ABOVE, Choice, Delta, TextRules
+from service.answer_parts import THINKING_MARKS, Reading
+from service.chat_deltas import part_deltas
+from service.choice import MERGE_ABOVE, Choice, Delta, TextRules, merged
 from service.engine_client import Ended, Scores
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
 from service.token_stream import TokenStream
 
 
-def make_choice(stops: list[str], finished: list[int], **rules: Any) -> tuple[Choice, TokenStream]:
+def make_choice(
+    stops: list[str], finished: list[int], reading: Reading | None = None, **rules: Any
+) -> tuple[Choice, TokenStream]:
     stream = TokenStream()
     choice = Choice(
         index=0,
-        prompt=Prompt([5]),
+        prompt=Prompt([5], reading=reading),
         stream=stream,
         detokenizer=tiny_tokenizer().detokenizer(skip_special_tokens=True),
         rules=TextRules(matcher=StopMatcher(stops) if stops else None, **rules),
@@ -50,6 +55,24 @@ def test_an_end_token_in_the_middle_is_no_end() -> None:
     stream.end(Ended(1, "stop", end_token=END))
     assert [delta.token_ids for delta in choice.read()] == [[END], ids(" a"), [END]]
     assert choice.completion_tokens == 3
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_text_behind_reasoning_is_all_there(together: bool) -> None:
+    """Also what ends in the middle of a character, and however many tokens are read at once."""
+    choice, stream = make_choice([], [], reading=Reading(thinking=THINKING_MARKS[0], is_thinking=True))
+    tokens = [*ids("a b c d e f g</think>\n\nh i j k \U0001fae0 l m"), *ids("\U0001fae0")[:2]]
+    deltas = []
+    for token in tokens:
+        stream.put(token)
+        deltas += [] if together else choice.read()
+    stream.end(Ended(1, "length"))
+    whole = merged([*deltas, *choice.read()])
+    assert whole.text == "h i j k \U0001fae0 l m\ufffd"
+    assert part_deltas(whole.parts) == [
+        {"reasoning_content": "a b c d e f g", "reasoning": "a b c d e f g", "content": whole.text}
+    ]
+    assert len(ids("a b c d e f g")) < choice.reasoning_tokens <= len(ids("a b c d e f g</think>\n\n"))
 
 
 def test_many_waiting_tokens_become_one_delta_with_everything() -> None:
