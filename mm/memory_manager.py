@@ -361,26 +361,25 @@ class MemoryManager:
         return TableChanges(rows, pages, self.tables.entries[rows, pages])
 
     def fork(
-        self, space: AddressSpace, owner: str, length: int | None = None, *, promises: bool = True
+        self, space: AddressSpace, owner: str, length: int | None = None, *, max_tokens: int | None = None
     ) -> tuple[AddressSpace, MemoryOrders]:
         """A second address space over the first `length` positions of `space` (None: over all of them).
 
-        Each of their pages gains a reference, no frame is allocated. promises: whether it has a commit charge of its
-        own, for the same end as that of `space`. Raises OutOfRows, OverCommit; ValueError if there are fewer positions.
-        O(pages), vectorised.
+        Each of their pages gains a reference, no frame is allocated. max_tokens: the length at which it will end, for
+        the commit charge; 0 promises nothing, None: as `space` will. Raises OutOfRows, OverCommit; ValueError if there
+        are fewer positions. O(pages), vectorised.
         """
         tables, row, held = self.tables, space.row, space.length
         length = held if length is None else length
         if not 0 <= length <= held:
             raise ValueError(f"cannot fork {length} of {held} positions")
-        promised = 0
-        if promises:
-            promised = max(0, pages_for(int(self._limits[row]), self.page_size) - length // self.page_size)
-            self.ledger.check(promised, self.pins.pages)
+        limit = int(self._limits[row]) if max_tokens is None else max_tokens
+        promised = max(0, pages_for(limit, self.page_size) - length // self.page_size) if limit else 0
+        self.ledger.check(promised, self.pins.pages)
         tenant = int(tables.tenants[row])
         child = tables.allocate_row(owner, tenant)
         self.ledger.promise(child, promised)
-        self._limits[child] = self._limits[row]
+        self._limits[child] = limit
         entries = tables.entries[row, : pages_for(length, self.page_size)]
         frames, pages = entries.copy(), np.arange(len(entries), dtype=np.int32)
         in_swap = int(np.count_nonzero(entries < 0))

@@ -115,6 +115,20 @@ class CompletionEvent(Answered, frozen=True, kw_only=True):
     usage: Usage | UnsetType = UNSET
 
 
+class ForkedCompletion(Completion, frozen=True, kw_only=True):
+    """The answer of a fork, if the request that it was forked from is a completion."""
+
+    forked_from: str
+    forked_at: int
+
+
+class ForkedCompletionEvent(CompletionEvent, frozen=True, kw_only=True):
+    """An event of a streamed one."""
+
+    forked_from: str
+    forked_at: int
+
+
 class LikelyToken(Answered, frozen=True, kw_only=True):
     """A token that could have come."""
 

@@ -5,7 +5,7 @@ event costs one JSON string. What the parts make up is one line of JSON (a test 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,8 +122,20 @@ class _Envelope:
     answer_object: str
     event_object: str
 
-    def __init__(self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes) -> None:
-        """created: unix time in seconds. fingerprint: names the version and the model's files."""
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        wishes: Wishes,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """created: unix time in seconds. fingerprint: names the version and the model's files. more: further members
+        of the answer, and of each event.
+        """
+        self._more = dict(more or {})
         self._fields = {"id": self.prefix + request_id, "created": created, "model": model}
         self._fingerprint = fingerprint
         self._wishes = wishes
@@ -138,6 +150,7 @@ class _Envelope:
             "object": kind,
             "created": self._fields["created"],
             "model": self._fields["model"],
+            **self._more,
         }
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:

@@ -16,6 +16,7 @@ from service.body import read_body
 from service.completions import create_chat_completion, create_completion
 from service.docs_page import docs, openapi
 from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
+from service.fork_route import fork_request
 from service.front_end import FRONT_END, FrontEnd
 from service.middleware import ACCESS, CALLER, Access, Handler, add_headers, answer_every_request, answer_expect
 from service.own_requests import delete_request, list_requests, show_request
@@ -214,7 +215,7 @@ ROUTES: list[Route] = [
     ("POST", "/v1/messages/count_tokens", count_tokens, "key"),
     ("POST", "/v1/embeddings", not_yet, "key"),
     ("GET", "/v1/requests", list_requests, "key"),
-    ("POST", "/v1/requests/{id}/fork", not_yet, "key"),
+    ("POST", "/v1/requests/{id}/fork", fork_request, "key"),
     ("GET", "/v1/requests/{id}", show_request, "key"),
     ("DELETE", "/v1/requests/{id}", delete_request, "key"),
     ("GET", "/openapi.json", openapi, "open"),

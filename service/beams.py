@@ -79,7 +79,7 @@ class Beams:
         first = choices[0]
         search = Search(options, first.max_tokens, first.end_ids)
         sampling = msgspec.structs.replace(first.sampling, temperature=0.0, logprobs=search.candidates)
-        family = Family()
+        family = Family(first.prompt_tokens)
         beam = replace(first, front_end=BEAM, sequence_id=self._next_id(), sampling=sampling, family=family)
         beam.end_ids = []  # an end is a candidate like others
         group = beam.group = BeamGroup(search, choices, family, [beam])

@@ -76,6 +76,7 @@ class Choice:
     """Reads one TokenStream."""
 
     __slots__ = (
+        "_before",
         "_begins",
         "_detokenizer",
         "_finish",
@@ -123,9 +124,17 @@ class Choice:
         self.reasoning_tokens = 0  # of the completion's; known once the reasoning has ended
         self._begins: list[int] = []  # of tokens, in characters, until that is known
         self._is_plain = rules.matcher is None and self._reader is None and not rules.is_echo_only
+        self._before = 0  # characters that its reader had before its own
         self._held: Delta | None = None
         self._unsent: deque[ScoredToken] = deque()
         self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """It goes on after these tokens of another answer. What they began and left unfinished is this one's."""
+        text = "".join(map(self._detokenizer.push, token_ids))
+        if self._reader is not None:
+            self._reader.push(text)
+            self._before = len(text)
 
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.
@@ -153,7 +162,7 @@ class Choice:
             else:
                 delta = self._delta(self._detokenizer.push(token), [token])
             if self._reader is not None:
-                self._begins.append(begin - len(self.prompt.echo))
+                self._begins.append(self._before + begin - len(self.prompt.echo))
                 delta = self._taken_apart(delta)
             deltas.append(self._with_scores(delta, token, scores[i], begin) if scores else delta)
             if self.finish_reason is not None:  # a stop string, or all calls that there may be

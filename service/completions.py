@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -70,17 +71,11 @@ async def answer(
     front_end = request.app[FRONT_END]
     if body.request_id is not None:
         request[ID] = body.request_id
-    form = form_kind(
-        request_id=request[ID],
-        created=int(time.time()),
-        model=name,
-        fingerprint=f"pagewalk-{front_end.settings.version}",
-        wishes=Wishes.of(body, Spelling(model.tokenizer.token_bytes, as_ids=bool(body.return_tokens_as_token_ids))),
-    )
+    form = form_of(form_kind, request, body, model, name)
     front_end.check_room()
     caller = request[CALLER]
     constraint = await checked_constraint(body, prompts, model)
-    generation = Generation(
+    generation = Generation.submit(
         body,
         prompts,
         model,
@@ -90,6 +85,26 @@ async def answer(
         interval=front_end.settings.stream_interval if body.stream else 1,
         constraint=constraint,
     )
+    return await deliver(request, body, generation, form)
+
+
+def form_of(
+    kind: FormKind, request: web.Request, body: GenerationBody, model: ServedModel, name: str, **more: Any
+) -> Form:
+    """How this request is answered. more: further members of the answer."""
+    return kind(
+        request_id=request[ID],
+        created=int(time.time()),
+        model=name,
+        fingerprint=f"pagewalk-{request.app[FRONT_END].settings.version}",
+        wishes=Wishes.of(body, Spelling(model.tokenizer.token_bytes, as_ids=bool(body.return_tokens_as_token_ids))),
+        **more,
+    )
+
+
+async def deliver(request: web.Request, body: GenerationBody, generation: Generation, form: Form) -> web.StreamResponse:
+    """Write what comes, whole or streamed; the generation is closed at the end."""
+    front_end, caller = request.app[FRONT_END], request[CALLER]
     numbers = request[NUMBERS] = {"stream": bool(body.stream)}
     front_end.generating += 1
     try:

@@ -43,9 +43,11 @@ from service.engine_client import (
     TokenBatch,
 )
 from service.errors import BadRequest, EngineDead, PagewalkError, QueueFull
+from service.forks import find_parent, fork
 from service.grammars import Grammar, MaskWorker, Matcher
 from service.held_submits import Held, HeldSubmits
 from service.open_requests import open_requests
+from service.questions import FindParent, Fork, Forked, Parent
 from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
 from service.request import Sequence
@@ -436,6 +438,18 @@ class Engine:
     def open_requests(self, owner: str) -> list[OpenRequest]:
         """The requests of an owner that have not ended, oldest first."""
         return open_requests(self.scheduler, (message for _, message in self._unseen()), owner, self._clock())
+
+    def find_parent(self, asked: FindParent) -> Parent:
+        """Raises NotFound, NotStarted or BadRequest."""
+        return find_parent(self.scheduler, (message for _, message in self._unseen()), asked)
+
+    async def fork(self, front_end: int, asked: Fork) -> Forked:
+        """Begin a Sequence with all that another has. Raises NotFound, BadRequest, QueueFull or EngineDead."""
+
+        def begin() -> Forked:
+            return fork(self.scheduler, self.limits, self.queue, front_end, asked, self._clock())
+
+        return await self.between_steps(begin)
 
     def abort(self, owner: str, request_ids: Iterable[str]) -> int:
         """End an owner's requests of these ids before the next step; returns how many Sequences that ends."""

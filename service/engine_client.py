@@ -23,6 +23,10 @@ DEFAULT_TENANT = "default"
 EndReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 
+AnswerForm = Literal["completion", "chat", "thinking", "tools"]
+"""How a request is answered: as text; as a message; as one whose reasoning is split off; as one that may call tools."""
+
+
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
     """One more choice of a Submit: the same prompt and parameters, with a seed of its own."""
 
@@ -54,6 +58,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
     tenant: str = DEFAULT_TENANT
     owner: str = ""  # whose request it is: what the requests of one key have in common (auth.py)
+    form: AnswerForm = "completion"  # for a request that is forked from it
+    first_choice: int = 0  # its number in the answer; siblings follow
     prefix_cache: bool = True  # read and fill the page cache
     cache_salt: str = ""  # cached pages are shared among equal salts only
     siblings: list[Sibling] = []
@@ -346,6 +352,10 @@ class EngineClient:
         ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
         self._sinks.update(zip(ids, sinks, strict=True))
         self._engine.post(self._front_end, message)
+
+    def expect(self, sequence_id: int, sink: TokenSink) -> None:
+        """A question is about to begin this Sequence: its tokens go to `sink`. If it is refused, `cancel`."""
+        self._sinks[sequence_id] = sink
 
     def cancel(self, sequence_id: int) -> None:
         """Give up a Sequence. Nothing reaches its sink any more. Idempotent."""

@@ -7,6 +7,7 @@
     ├── PermissionDenied         403  PermissionDeniedError
     ├── NotFound                 404  NotFoundError
     ├── MethodNotAllowed         405  MethodNotAllowed         with the Allow header
+    ├── NotStarted               409  ConflictError            try again
     ├── PayloadTooLarge          413  PayloadTooLarge
     ├── UnsupportedMediaType     415  UnsupportedMediaType
     ├── ExpectationFailed        417  ExpectationFailed
@@ -130,6 +131,13 @@ class MethodNotAllowed(PagewalkError):
     @property
     def headers(self) -> dict[str, str]:
         return {"Allow": ", ".join(self.allow)}
+
+
+class NotStarted(PagewalkError):
+    """What is asked of a request needs its first token, which has not come yet. Clients try again by themselves."""
+
+    status = 409
+    type = "ConflictError"
 
 
 class PayloadTooLarge(PagewalkError):

@@ -1,4 +1,5 @@
-"""Sequences that begin alike: the choices of one request, or the beams of one search. They share pages by forks.
+"""Sequences that begin alike: the choices of one request, the beams of one search, a request and its forks (forks.py).
+They share pages by forks.
 
 One of them computes the prompt. The others wait meanwhile, and then each enters by a fork of a relative's address
 space, as far as both have the same tokens: no frame is allocated and nothing is computed twice, but for a last page
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 class Family:
     """Who of them has a row now (RUNNING or SWAPPED), oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: int) -> None:
+        """common: tokens that all of them begin with: a prompt."""
+        self._common = common
         self.with_row: dict[tuple[int, int], Sequence] = {}
 
     def is_computing(self, sequence: "Sequence", rows: "RunningRows", lengths: Int32Array) -> bool:
@@ -34,8 +37,8 @@ class Family:
         return any(relative.state is not State.PAUSED for relative in self.with_row.values())
 
     def nearest(self, sequence: "Sequence", rows: "RunningRows", lengths: Int32Array) -> "tuple[Sequence, int] | None":
-        """Whom `sequence`, which waits, can fork, and how many tokens they share: the whole prompt but for its last
-        token, or more. None if nobody has computed that much.
+        """Whom `sequence`, which waits, can fork, and how many tokens they share: the whole prompt that all begin with
+        but for its last token, or more. None if nobody has computed that much.
 
         lengths (max_rows,): positions that each row holds.
         """
@@ -45,12 +48,12 @@ class Family:
             space = relative.space
             assert space is not None
             shared = min(int(lengths[space.row]), int(rows.known[space.row]), most)
-            if shared < sequence.prompt_tokens - 1 or not space.is_resident:
+            if shared < self._common - 1 or not space.is_resident:
                 continue
-            if shared > sequence.prompt_tokens:
-                output = slice(sequence.prompt_tokens, shared)
+            if shared > self._common:
+                output = slice(self._common, shared)
                 differs = rows.tokens[space.row, output] != sequence.tokens[output]
-                shared = sequence.prompt_tokens + int(np.argmax(differs)) if differs.any() else shared
+                shared = self._common + int(np.argmax(differs)) if differs.any() else shared
             if best is None or shared > best[1]:
                 best = relative, shared
             if shared == most:

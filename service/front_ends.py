@@ -53,7 +53,7 @@ from service.engine_link import (
 )
 from service.errors import InternalError, PagewalkError
 from service.http_counts import HttpCounts, Report
-from service.questions import Answers, Question
+from service.questions import Answers, Fork, Question
 
 STATUS_S = 0.25
 SILENCE_S = 30.0
@@ -194,6 +194,8 @@ class Desk:
     async def _answer(self, asked: Ask) -> None:
         try:
             question: Question[Any] = asked.question
+            if isinstance(question, Fork):
+                self._open.add(question.sequence_id)  # one that is refused is cancelled by the front end
             value = await self._answers.answer(self.number, question)
             answer = Answer(asked.number, msgspec.msgpack.encode(value))
         except PagewalkError as refusal:

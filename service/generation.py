@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from model.step_plan import SamplingParameters
 from service.auth import Caller
 from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
 from service.constraint import Constraint
-from service.engine_client import EndReason, Limits, Sibling, Submit
+from service.engine_client import AnswerForm, EndReason, Limits, Sibling, Submit
 from service.errors import BadRequest, EngineDead, quoted
-from service.prompts import Prompt, output_tokens
-from service.sampling import beam_search, sampling_parameters, sibling_seed, with_seed
-from service.schema import GenerationBody, check_token_ids
+from service.prompts import Prompt, output_tokens, thinking_reading
+from service.questions import Answerer, Fork, Parent
+from service.sampling import beam_search, forked_parameters, sampling_parameters, sibling_seed, with_seed
+from service.schema import ChatBody, ForkBody, GenerationBody, check_token_ids
 from service.served_model import ServedModel
 from service.stop_strings import StopMatcher
 from service.token_stream import Inbox, TokenStream
@@ -40,8 +42,26 @@ class PromptNumbers(NamedTuple):
 class Generation:
     """The choices of one request. Close it whatever happens: that cancels what has not ended."""
 
-    def __init__(
-        self,
+    def __init__(self, body: GenerationBody, model: ServedModel, rules: TextRules, interval: int) -> None:
+        """Of no choices yet: `submit` and `fork` make whole ones. interval: tokens of a choice that come together."""
+        self._interval = interval
+        self._rules = rules
+        self._budgets: list[int] = []  # tokens that each prompt's output may have
+        self.prompts: Sequence[Prompt] = []
+        self.choices_per_prompt = body.choices_per_prompt
+        self.forked_at = 0  # of a fork: tokens that its parent had made
+        self.inbox = Inbox(model.client.turn)
+        self.choices: list[Choice] = []
+        self._submitted_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._is_lost = False  # the engine has died under it
+        self._by_stream: dict[TokenStream, Choice] = {}
+        self._shows_scores = body.scores_echo  # of the prompt, before anything else
+        self._early: list[TokenStream] = []  # with news that come before them
+
+    @classmethod
+    def submit(
+        cls,
         body: GenerationBody,
         prompts: Sequence[Prompt],
         model: ServedModel,
@@ -51,105 +71,110 @@ class Generation:
         default_tokens: int | None,
         interval: int = 1,
         constraint: Constraint | None = None,
-    ) -> None:
-        """Submit all Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead.
+    ) -> "Generation":
+        """All Sequences, or none. Raises BadRequest, QueueFull, Loading, Draining or EngineDead.
 
         interval: tokens of a choice that come together, but for its first. constraint: one that can be kept to.
         """
-        self._interval = interval
         limits = model.client.limits
-        check_token_ids(body.stop_token_ids or [], limits.vocabulary, param="stop_token_ids", path="$.stop_token_ids")
-        self._budgets = [
+        budgets = [
             output_tokens(len(prompt.ids), body, limits, caller.tenant, default=default_tokens) for prompt in prompts
         ]
-        _check_together(body, self._budgets, limits)
-        if body.priority and not limits.takes_priority:
-            message = f"priority must be 0: this server goes by arrival, got {quoted(body.priority, 32)}."
-            raise BadRequest(message, param="priority")
-        self._rules, template = self._ask(body, model, request_id, caller, interval)
-        self._template = msgspec.structs.replace(template, constraint=constraint)
-        self.prompts = prompts
-        self.choices_per_prompt = body.choices_per_prompt
-        self.inbox = Inbox(model.client.turn)
-        self.choices: list[Choice] = []
-        self._submitted_s = time.monotonic()
-        self._first_token_s: float | None = None
-        self._is_lost = False  # the engine has died under it
-        self._by_stream: dict[TokenStream, Choice] = {}
-        self._shows_scores = body.scores_echo  # of the prompt, before anything else
-        self._early: list[TokenStream] = []  # with news that come before them
-        model.client.check_admission(len(prompts) * self.choices_per_prompt, self.prompt_tokens)
+        _check_together(body, budgets, limits)
+        rules, template = _asked(body, model, request_id, caller, interval)
+        template = msgspec.structs.replace(template, constraint=constraint)
+        generation = cls(body, model, rules, interval)
+        generation.prompts, generation._budgets = prompts, budgets
+        model.client.check_admission(len(prompts) * body.choices_per_prompt, generation.prompt_tokens)
         try:
-            for prompt, max_tokens in zip(prompts, self._budgets, strict=True):
-                self._submit(body, prompt, max_tokens, model)
+            for prompt, max_tokens in zip(prompts, budgets, strict=True):
+                generation._submit(body, template, prompt, max_tokens, model)
         except BaseException:
-            self.close()
+            generation.close()
             raise
+        return generation
 
-    @staticmethod
-    def _ask(
-        body: GenerationBody, model: ServedModel, request_id: str, caller: Caller, interval: int
-    ) -> tuple[TextRules, Submit]:
-        """What is the same for all prompts: how tokens become text, and a message without a prompt."""
-        # an end token is reported as null even if the client named it too
-        own_ends = () if body.ignore_eos else model.end_ids
-        client_ends = frozenset(body.stop_token_ids or ()).difference(own_ends)
-        end_ids = [*own_ends, *sorted(client_ends)]
-        sampling = sampling_parameters(body, model.defaults, model.tokenizer, model.client.limits.vocabulary, end_ids)
-        include_stop = bool(body.include_stop_str_in_output)
-        rules = TextRules(
-            matcher=StopMatcher(body.stops, include=include_stop) if body.stops else None,
-            include_stop=include_stop,
-            stop_token_ids=client_ends,
-            min_tokens=sampling.min_tokens,
-            ends_complete=bool(body.return_cache_info),
-            merge_above=MERGE_ABOVE if interval == 1 else 1,
-            is_echo_only=body.asked_tokens == 0,
-        )
-        scored = [body.prompt_logprobs, body.top_choices if body.scores_echo else None]
-        template = Submit(
-            sequence_id=0,
-            request_id=request_id,
-            tenant=caller.tenant,
+    @classmethod
+    async def fork(
+        cls,
+        body: ForkBody,
+        parent: Parent,
+        model: ServedModel,
+        engine: Answerer,
+        *,
+        request_id: str,
+        caller: Caller,
+        interval: int = 1,
+    ) -> "Generation":
+        """One Sequence that goes on from where `parent` stands. Raises what `submit` does, and NotFound."""
+        client = model.client
+        rules, asked = _asked(body, model, request_id, caller, interval, parent.sampling)
+        generation = cls(body, model, rules, interval)
+        sequence_id = client.next_sequence_id()
+        stream = TokenStream(partial(client.cancel, sequence_id), generation.inbox, interval=interval)
+        client.expect(sequence_id, stream)
+        question = Fork(
             owner=caller.owner,
-            prompt_ids=[],
-            max_tokens=0,
-            sampling=sampling,
-            end_ids=[] if rules.is_echo_only else end_ids,
-            prefix_cache=body.prefix_cache is not False,
-            cache_salt=body.cache_salt or "",
-            beam_search=beam_search(body),
-            prompt_logprobs=max(-1 if likeliest is None else likeliest for likeliest in scored),
-            priority=body.priority or 0,
-            timeout_s=body.timeout_s,
+            parent=parent.key,
+            sequence_id=sequence_id,
+            request_id=request_id,
+            sampling=with_seed(asked.sampling, body.seed),
+            end_ids=asked.end_ids,
+            max_tokens=body.asked_tokens,
+            priority=asked.priority,
+            timeout_s=asked.timeout_s,
         )
-        return rules, template
+        try:
+            forked = await engine.ask(question)
+        except BaseException:
+            stream.close()  # it may have begun although nobody could say so
+            raise
+        reading = thinking_reading(forked.tokens[: forked.answer_begin], model) if parent.form == "thinking" else None
+        prompt = Prompt(forked.tokens, reading=reading)
+        choice = generation._choice(0, prompt, stream, sequence_id, body, model)
+        choice.follow(forked.tokens[forked.answer_begin :])
+        generation.prompts, generation._budgets = [prompt], [forked.max_tokens]
+        generation.forked_at = forked.forked_at
+        generation.choices, generation._by_stream = [choice], {stream: choice}
+        return generation
 
-    def _submit(self, body: GenerationBody, prompt: Prompt, max_tokens: int, model: ServedModel) -> None:
+    def _choice(
+        self,
+        index: int,
+        prompt: Prompt,
+        stream: TokenStream,
+        sequence_id: int,
+        body: GenerationBody,
+        model: ServedModel,
+    ) -> Choice:
+        return Choice(
+            index=index,
+            prompt=prompt,
+            stream=stream,
+            detokenizer=model.tokenizer.detokenizer(
+                skip_special_tokens=body.skip_special_tokens is not False,
+                shown=frozenset() if prompt.reading is None else prompt.reading.marks,
+            ),
+            rules=self._rules,
+            finish=partial(model.client.finish, sequence_id),
+        )
+
+    def _submit(
+        self, body: GenerationBody, template: Submit, prompt: Prompt, max_tokens: int, model: ServedModel
+    ) -> None:
         """One prompt with its choices."""
         client = model.client
-        choices: list[Choice] = []
+        first, choices = len(self.choices), []
         ids = [client.next_sequence_id() for _ in range(self.choices_per_prompt)]
-        for i, sequence_id in enumerate(ids):
-            choices.append(
-                Choice(
-                    index=len(self.choices) + i,
-                    prompt=prompt,
-                    stream=TokenStream(
-                        partial(client.cancel, sequence_id), self.inbox, prompt.scores, interval=self._interval
-                    ),
-                    detokenizer=model.tokenizer.detokenizer(
-                        skip_special_tokens=body.skip_special_tokens is not False,
-                        shown=frozenset() if prompt.reading is None else prompt.reading.marks,
-                    ),
-                    rules=self._rules,
-                    finish=partial(client.finish, sequence_id),
-                )
-            )
-        sampling = with_seed(self._template.sampling, body.seed)
+        for i, id_ in enumerate(ids):
+            stream = TokenStream(partial(client.cancel, id_), self.inbox, prompt.scores, interval=self._interval)
+            choices.append(self._choice(first + i, prompt, stream, id_, body, model))
+        sampling = with_seed(template.sampling, body.seed)
         message = msgspec.structs.replace(
-            self._template,
+            template,
             sequence_id=ids[0],
+            form=_form_of(body, prompt),
+            first_choice=first,
             prompt_ids=prompt.ids,
             max_tokens=max(1, max_tokens),
             sampling=sampling,
@@ -277,6 +302,69 @@ class Generation:
         if choice.ended is not None:
             return choice.ended.reason
         return "error" if self._is_lost else "abort"
+
+
+def _asked(
+    body: GenerationBody,
+    model: ServedModel,
+    request_id: str,
+    caller: Caller,
+    interval: int,
+    parent: SamplingParameters | None = None,
+) -> tuple[TextRules, Submit]:
+    """How tokens become text, and a message without a prompt. parent: of a fork, what it does not say is as there.
+
+    Raises BadRequest.
+    """
+    limits = model.client.limits
+    check_token_ids(body.stop_token_ids or [], limits.vocabulary, param="stop_token_ids", path="$.stop_token_ids")
+    if body.priority and not limits.takes_priority:
+        message = f"priority must be 0: this server goes by arrival, got {quoted(body.priority, 32)}."
+        raise BadRequest(message, param="priority")
+    # an end token is reported as null even if the client named it too
+    own_ends = () if body.ignore_eos else model.end_ids
+    client_ends = frozenset(body.stop_token_ids or ()).difference(own_ends)
+    end_ids = [*own_ends, *sorted(client_ends)]
+    if parent is None:
+        sampling = sampling_parameters(body, model.defaults, model.tokenizer, limits.vocabulary, end_ids)
+    else:
+        sampling = forked_parameters(body, parent, model.tokenizer, limits.vocabulary, end_ids)
+    include_stop = bool(body.include_stop_str_in_output)
+    rules = TextRules(
+        matcher=StopMatcher(body.stops, include=include_stop) if body.stops else None,
+        include_stop=include_stop,
+        stop_token_ids=client_ends,
+        min_tokens=sampling.min_tokens,
+        ends_complete=bool(body.return_cache_info),
+        merge_above=MERGE_ABOVE if interval == 1 else 1,
+        is_echo_only=body.asked_tokens == 0,
+    )
+    scored = [body.prompt_logprobs, body.top_choices if body.scores_echo else None]
+    template = Submit(
+        sequence_id=0,
+        request_id=request_id,
+        tenant=caller.tenant,
+        owner=caller.owner,
+        prompt_ids=[],
+        max_tokens=0,
+        sampling=sampling,
+        end_ids=[] if rules.is_echo_only else end_ids,
+        prefix_cache=body.prefix_cache is not False,
+        cache_salt=body.cache_salt or "",
+        beam_search=beam_search(body),
+        prompt_logprobs=max(-1 if likeliest is None else likeliest for likeliest in scored),
+        priority=body.priority or 0,
+        timeout_s=body.timeout_s,
+    )
+    return rules, template
+
+
+def _form_of(body: GenerationBody, prompt: Prompt) -> AnswerForm:
+    if not isinstance(body, ChatBody):
+        return "completion"
+    if prompt.reading is None:
+        return "chat"
+    return "thinking" if prompt.reading.call_reader is None else "tools"
 
 
 def _check_together(body: GenerationBody, budgets: Sequence[int], limits: Limits) -> None:

@@ -7,7 +7,7 @@ its data is in `contentSchema`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,7 +71,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("DELETE", "/v1/requests/{id}"): Operation(
         "End it; whoever waits for its answer gets an error", answer=answers.AbortedRequest, statuses=(503,)
     ),
-    ("POST", "/v1/requests/{id}/fork"): Operation("Not served by this version", statuses=LATER),
+    ("POST", "/v1/requests/{id}/fork"): Operation(
+        "Branch a running request: a second answer from where it stands. That of a chat has the form of a chat",
+        schema.ForkBody, answers.ForkedCompletion, event=answers.ForkedCompletionEvent, statuses=(*GENERATES, 409),
+    ),
     ("POST", "/tokenize"): Operation(
         "The token ids of a text or a chat", schema.TokenizeBody, answers.Tokenized, statuses=READS_BODY
     ),
@@ -111,6 +114,7 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "priority": {"minimum": -schema.MAX_PRIORITY, "maximum": schema.MAX_PRIORITY},
+    "choice": {"minimum": 0},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "beam_width": {"minimum": 2, "maximum": schema.MAX_BEAMS},
     "length_penalty": {"minimum": -schema.MAX_LENGTH_PENALTY, "maximum": schema.MAX_LENGTH_PENALTY},
@@ -142,9 +146,12 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that must be there, and not null."""
 
+LEFT_OUT: Mapping[str, Collection[str]] = {"ForkBody": schema.NOT_IN_FORKS}
+"""Fields that a body has and that cannot be used in it."""
+
 BODIES = (
-    schema.CompletionBody, schema.ChatBody, schema.TokenizeBody, schema.DetokenizeBody, ResponsesBody, MessagesBody,
-    CountBody,
+    schema.CompletionBody, schema.ChatBody, schema.ForkBody, schema.TokenizeBody, schema.DetokenizeBody, ResponsesBody,
+    MessagesBody, CountBody,
 )  # fmt: skip
 
 STATUS_WORDS: Mapping[int, str] = {
@@ -152,6 +159,7 @@ STATUS_WORDS: Mapping[int, str] = {
     401: "No key, or a wrong one",
     404: "Unknown model, path or request",
     405: "The path has no such method; the Allow header has those that it has",
+    409: "The request that is to be forked has not got its first token yet; try again",
     413: "The body is over the limit",
     415: "The body is no JSON",
     429: "The queue is full, or a limit of the key is reached; see Retry-After",
@@ -170,6 +178,8 @@ def document(version: str) -> bytes:
     references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     of_kind = dict(zip(kinds, references, strict=True))
     for name in {kind.__name__ for kind in BODIES}:
+        for field in LEFT_OUT.get(name, ()):
+            del components[name]["properties"][field]
         _add_bounds(name, components[name])
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():

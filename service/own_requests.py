@@ -27,7 +27,7 @@ async def list_requests(request: web.Request) -> web.Response:
 
 async def show_request(request: web.Request) -> web.Response:
     """GET /v1/requests/{id}. Raises NotFound once it has ended."""
-    front_end, ids = request.app[FRONT_END], _ids(request)
+    front_end, ids = request.app[FRONT_END], ids_of(request)
     front_end.loaded()
     for each in await front_end.engine.ask(ListRequests(request[CALLER].owner)):
         if each.id in ids:
@@ -37,13 +37,13 @@ async def show_request(request: web.Request) -> web.Response:
 
 async def delete_request(request: web.Request) -> web.Response:
     """DELETE /v1/requests/{id}: end it. Whoever waits for its answer gets an error. Idempotent."""
-    front_end, ids = request.app[FRONT_END], _ids(request)
+    front_end, ids = request.app[FRONT_END], ids_of(request)
     front_end.loaded()
     aborted = await front_end.engine.ask(AbortRequest(request[CALLER].owner, ids))
     return _json({"id": ids[0], "object": "request", "aborted": aborted > 0})
 
 
-def _ids(request: web.Request) -> list[str]:
+def ids_of(request: web.Request) -> list[str]:
     """The id as it was given, and without the prefix that it may have as the id of an answer."""
     given = request.match_info["id"]
     return [given, *(given.removeprefix(prefix) for prefix in PREFIXES if given.startswith(prefix))]

@@ -155,6 +155,14 @@ def _reading(body: ChatBody, ids: list[int], model: ServedModel) -> Reading | No
     )
 
 
+def thinking_reading(ids: list[int], model: ServedModel) -> Reading:
+    """How the reasoning is split off from the answers to a chat without tools. ids: its prompt."""
+    thinking = model.tokenizer.thinking_marks
+    assert thinking is not None, "a form that this model's chats do not have"
+    is_thinking = model.tokenizer.ends_with(ids, thinking.begin)
+    return Reading(thinking=thinking, is_thinking=is_thinking, marks=frozenset(thinking))
+
+
 def check_text_length(characters: int, limits: Limits, *, param: str) -> None:
     """Refuse a text that no tokenizer could fit into the context, before work in proportion to it is done."""
     if characters > CHARACTERS_PER_TOKEN * limits.max_model_len:

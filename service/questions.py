@@ -17,7 +17,8 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from service.engine_client import EngineSnapshot, OpenRequest
+from model.step_plan import SamplingParameters
+from service.engine_client import AnswerForm, EngineSnapshot, OpenRequest
 from service.errors import Loading
 
 A = TypeVar("A")
@@ -86,6 +87,49 @@ class AbortRequest(Question[int], frozen=True, tag="abort_request"):
     request_ids: list[str]
 
 
+class Parent(msgspec.Struct, frozen=True):
+    """What its fork must know of a Sequence."""
+
+    key: tuple[int, int]  # front end, sequence id
+    request_id: str
+    form: AnswerForm
+    sampling: SamplingParameters
+
+
+class FindParent(Question[Parent], frozen=True, tag="find_parent"):
+    """The choice of an owner's request that is to be forked. Refused with NotFound, NotStarted or BadRequest."""
+
+    owner: str
+    request_ids: list[str]
+    choice: int | None = None  # its number in the answer; needed where several are open
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """What a fork goes on from."""
+
+    tokens: list[int]  # prompt, then all of the answer so far
+    answer_begin: int  # where in `tokens` that answer begins
+    forked_at: int  # tokens that the parent itself had made
+    max_tokens: int
+
+
+class Fork(Question[Forked], frozen=True, tag="fork"):
+    """Begin a Sequence of this front end that goes on from where another one stands now.
+
+    Refused with NotFound, BadRequest or QueueFull. Its tokens may come before the answer.
+    """
+
+    owner: str
+    parent: tuple[int, int]
+    sequence_id: int
+    request_id: str
+    sampling: SamplingParameters
+    end_ids: list[int]
+    max_tokens: int | None = None  # None: as many as the parent may still make
+    priority: int = 0
+    timeout_s: float | None = None
+
+
 class ViewQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may stand behind the ? of a view; which of it a view takes, admin.py says."""
 
@@ -143,6 +187,8 @@ AnyQuestion = (
     | Leave
     | ListRequests
     | AbortRequest
+    | FindParent
+    | Fork
     | Look
     | MapFrames
     | Act

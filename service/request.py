@@ -14,7 +14,7 @@ from mm import AddressSpace, ContentChain
 from mm.addresses import Int32Array, empty_int32
 from model.step_plan import Float32Array, SamplingParameters
 from service.constraint import Constraint
-from service.engine_client import MissInfo, Submit
+from service.engine_client import AnswerForm, MissInfo, Submit
 from service.family import Family
 from service.states import State
 
@@ -52,6 +52,9 @@ class Sequence:
     priority: int = 0  # lower runs earlier
     turn_s: float = 0.0  # whose is earlier goes first: by priority and arrival, or the same for all (scheduler.py)
     family: Family | None = None  # whose pages it may share by a fork
+    form: AnswerForm = "completion"
+    choice: int = 0  # its number in the answer
+    inherited_tokens: int = 0  # at the end of its prompt: the answer so far of the request that it was forked from
     is_sibling: bool = False  # its prompt came with another choice
     group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
 
@@ -102,6 +105,8 @@ class Sequence:
             deadline_s=None if message.timeout_s is None else now + message.timeout_s,
             constraint=message.constraint,
             priority=message.priority,
+            form=message.form,
+            choice=message.first_choice,
             tokens=prompt_ids,
             scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),
         )
@@ -110,6 +115,11 @@ class Sequence:
     def is_scoring(self) -> bool:
         """Whether scores of its prompt are still to be made: then no token of it may come from elsewhere."""
         return self.scores_due < self.prompt_tokens
+
+    @property
+    def answer_begin(self) -> int:
+        """Where its answer begins: of a fork, with what it was forked from. Penalties on output look back to here."""
+        return self.prompt_tokens - self.inherited_tokens
 
     @property
     def queue_tokens(self) -> int:
@@ -135,17 +145,18 @@ def choices_of(message: Submit, front_end: int, now: float, grammar: "Grammar | 
     first = Sequence.from_submit(message, front_end, now)
     choices = [first]
     if message.siblings:
-        first.family = Family()
+        first.family = Family(first.prompt_tokens)
         choices += (
             replace(
                 first,
                 sequence_id=sibling.sequence_id,
+                choice=message.first_choice + number,
                 sampling=msgspec.structs.replace(first.sampling, seed=sibling.seed),
                 is_sibling=True,
                 prompt_logprobs=-1,
                 scores_due=first.prompt_tokens,
             )
-            for sibling in message.siblings
+            for number, sibling in enumerate(message.siblings, 1)
         )
     if grammar is not None:
         for choice in choices:

@@ -1,13 +1,24 @@
 """Answers the questions of front ends about requests as a whole, in the engine's process (questions.py).
 
-What one more may ask for (rate_limits.py), which are open, and how one is ended from elsewhere.
+What one more may ask for (rate_limits.py), which are open, and how one is ended or forked from elsewhere.
 """
 
 from collections.abc import Iterable
 from typing import Protocol
 
 from service.engine_client import OpenRequest
-from service.questions import AbortRequest, Answers, Enter, Leave, ListRequests, Spend
+from service.questions import (
+    AbortRequest,
+    Answers,
+    Enter,
+    FindParent,
+    Fork,
+    Forked,
+    Leave,
+    ListRequests,
+    Parent,
+    Spend,
+)
 from service.rate_limits import RateLimits
 
 
@@ -18,6 +29,8 @@ class RequestBook(Protocol):
 
     def open_requests(self, owner: str) -> list[OpenRequest]: ...
     def abort(self, owner: str, request_ids: Iterable[str]) -> int: ...
+    def find_parent(self, asked: FindParent) -> Parent: ...
+    async def fork(self, front_end: int, asked: Fork) -> Forked: ...
 
 
 def answer_about_requests(answers: Answers, engine: RequestBook) -> None:
@@ -38,6 +51,14 @@ def answer_about_requests(answers: Answers, engine: RequestBook) -> None:
     async def abort_request(front_end: int, question: AbortRequest) -> int:
         return engine.abort(question.owner, question.request_ids)
 
+    async def find_parent(front_end: int, question: FindParent) -> Parent:
+        return engine.find_parent(question)
+
+    async def fork(front_end: int, question: Fork) -> Forked:
+        return await engine.fork(front_end, question)
+
+    answers.on(FindParent, find_parent)
+    answers.on(Fork, fork)
     answers.on(Enter, enter)
     answers.on(Spend, spend)
     answers.on(Leave, leave)

@@ -60,6 +60,21 @@ def sampling_parameters(
     return parameters
 
 
+def forked_parameters(
+    body: GenerationBody, parent: SamplingParameters, tokenizer: Tokenizer, vocabulary: int, end_ids: list[int]
+) -> SamplingParameters:
+    """Those of a fork: what the body says, and the parent's for the rest, but its least length. Raises BadRequest."""
+    parameters = sampling_parameters(body, parent, tokenizer, vocabulary, end_ids)
+    parameters = msgspec.structs.replace(
+        parameters,
+        logit_bias=parent.logit_bias if body.logit_bias is None else parameters.logit_bias,
+        allowed_token_ids=parent.allowed_token_ids if body.allowed_token_ids is None else parameters.allowed_token_ids,
+        bad_words=parent.bad_words if body.bad_words is None else parameters.bad_words,
+    )
+    _check_something_is_left(parameters, vocabulary)
+    return parameters
+
+
 def with_seed(parameters: SamplingParameters, seed: int | None) -> SamplingParameters:
     """The same with the client's seed (64 bits, any sign), or with a fresh one."""
     return msgspec.structs.replace(parameters, seed=_seeds.getrandbits(64) if seed is None else seed % 2**64)

@@ -190,9 +190,7 @@ class Scheduler:
     def submit(self, message: Submit, front_end: int, now: float, grammar: "Grammar | None" = None) -> list[Sequence]:
         """Queue all choices of a request. grammar: its constraint, compiled."""
         choices = choices_of(message, front_end, now, grammar)
-        if (ageing_s := self.settings.ageing_s) is not None:
-            for choice in choices:
-                choice.turn_s = now + choice.priority * ageing_s
+        self._set_turns(choices, now)
         if message.beam_search is None:
             for choice in choices:
                 self.add(choice)
@@ -207,6 +205,22 @@ class Scheduler:
         for choice in choices:
             self._note_deadline(choice)
         return choices
+
+    def fork(self, parent: Sequence, message: Submit, inherited: int, front_end: int, now: float) -> None:
+        """Queue one that begins with the tokens of `parent`, and shares its pages when it enters a row.
+
+        inherited: of the message's prompt, tokens at the end that are the answer so far.
+        """
+        (child,) = choices_of(message, front_end, now)
+        child.inherited_tokens, child.family = inherited, self.sequences.family_of(parent)
+        child.matcher = None if parent.matcher is None else parent.matcher.copy()
+        self._set_turns([child], now)
+        self.add(child)
+
+    def _set_turns(self, choices: list[Sequence], now: float) -> None:
+        if (ageing_s := self.settings.ageing_s) is not None:
+            for choice in choices:
+                choice.turn_s = now + choice.priority * ageing_s
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new Sequence. It must fit into an empty pool: that is checked where it comes in."""
@@ -634,7 +648,7 @@ class Scheduler:
             settings = RowSettings(
                 rows=entered_rows,
                 parameters=[sequence.sampling for sequence in entered],
-                prompts=state.prompt[entered_rows],
+                prompts=np.array([sequence.answer_begin for sequence in entered], np.int32),
                 histories=[self._history(sequence) for sequence in entered],
             )
         masked = np.flatnonzero(samples & state.is_constrained[rows]).astype(np.int32)

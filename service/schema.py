@@ -350,6 +350,45 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
 
 
+class ForkBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/requests/{id}/fork: what is to be other than in the request that is forked."""
+
+    # in use
+    choice: int | None = None
+    logprobs: int | bool | None = None  # as the route of that request has it
+    top_logprobs: int | None = None
+
+    @property
+    def top_choices(self) -> int | None:
+        if isinstance(self.logprobs, bool):
+            return (self.top_logprobs or 0) if self.logprobs else None
+        return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        for name, neutral in NOT_IN_FORKS.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise BadRequest(f"{name} cannot be changed by a fork.", param=name)
+        _check_range("choice", self.choice, 0, None, "at least 0")
+        if self.top_logprobs and self.logprobs is not True:
+            raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+
+    def check_logprobs(self, limit: int) -> None:
+        super().check_logprobs(limit)
+        _check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
+        if not isinstance(self.logprobs, bool):
+            _check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
+
+
+NOT_IN_FORKS: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "use_beam_search": (False,), "beam_width": (), "length_penalty": (1.0,), "early_stopping": (False,),
+    "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "truncation_side": ("left",),
+    "prefix_cache": (True,), "cache_salt": (), "response_format": (), "structured_outputs": (),
+}  # fmt: skip
+"""Fields that belong to the prompt, or to the whole answer -> values that change nothing."""
+
+
 class TokenizeBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a text, or a chat."""
 

@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mm import AddressSpace, MemoryManager, Miss, MissReason, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
+from mm.addresses import Int32Array
 from service.engine_client import Ended, EndReason, MissInfo
+from service.family import Family
 from service.queue_wait import Admissions
 from service.request import Key, Sequence, State
 from service.rows import RunningRows
@@ -102,6 +104,21 @@ class Sequences:
         running = (each for each in self.running.values() if tenant is None or tenants[row_of(each)] == tenant)
         return min(running, key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
 
+    def tokens_of(self, sequence: Sequence) -> Int32Array:
+        """All that the host knows of one that has not ended: a copy."""
+        if sequence.space is None:
+            return sequence.tokens.copy()
+        row = row_of(sequence)
+        return self.rows.tokens[row, : self.rows.known[row]].copy()
+
+    def family_of(self, sequence: Sequence) -> Family:
+        """That of one that has not ended; a new one if it was alone."""
+        if sequence.family is None:
+            sequence.family = Family(sequence.prompt_tokens)
+            if sequence.space is not None:
+                sequence.family.with_row[sequence.key] = sequence
+        return sequence.family
+
     def outranked(self, sequence: Sequence) -> list[Sequence]:
         """Who of its tenant has a row, is less urgent than `sequence`, and came too late to have become as urgent."""
         state, number = self.rows, self.memory.tenants.id(sequence.tenant)
@@ -147,10 +164,12 @@ class Sequences:
 
         Raises OverCommit, and then nothing has changed.
         """
-        space = self._fork_space(relative, length, promises=sequence.group is None)
+        space = self._fork_space(relative, length, 0 if sequence.group is not None else sequence.limit)
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
             self._note_admission(sequence, length, now)
+            if sequence.inherited_tokens:
+                sequence.cached_tokens = length
         self._take_row(sequence, space)
 
     def split(self, beam: Sequence, sequence_id: int) -> Sequence:
@@ -158,7 +177,7 @@ class Sequences:
         row = row_of(beam)
         known = int(self.rows.known[row])
         child = replace(beam, sequence_id=sequence_id, tokens=self.rows.tokens[row, :known])
-        self._take_row(child, self._fork_space(beam, known, promises=False))
+        self._take_row(child, self._fork_space(beam, known, 0))
         return child
 
     def choose(self, beam: Sequence, token: int) -> None:
@@ -357,8 +376,8 @@ class Sequences:
         self._arrivals += 1
         return _turn(sequence) + self._arrivals
 
-    def _fork_space(self, relative: Sequence, length: int, *, promises: bool) -> AddressSpace:
-        space, orders = self.memory.fork(space_of(relative), relative.request_id, length, promises=promises)
+    def _fork_space(self, relative: Sequence, length: int, limit: int) -> AddressSpace:
+        space, orders = self.memory.fork(space_of(relative), relative.request_id, length, max_tokens=limit)
         self.memory.tables.note(space.row, orders.table_changes.pages)  # the device learns of it at the next growth
         return space
 

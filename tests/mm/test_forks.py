@@ -97,7 +97,7 @@ def test_a_promise_for_forks_is_made_once_and_passes_to_who_is_left() -> None:
     house.memory.ledger.mode = OvercommitMode.STRICT
     space = house.memory.create("first", max_tokens=5 * P, extra_pages=8)
     space.grow(2)
-    child, _ = house.memory.fork(space, "second", promises=False)
+    child, _ = house.memory.fork(space, "second", max_tokens=0)
     assert house.memory.information().committed_frames == 13
     house.memory.pass_promise(space, child)
     space.release()

@@ -50,7 +50,7 @@ from service.errors import BadRequest, Loading, PagewalkError, QueueFull, Servic
 from service.front_end import ApiSettings
 from service.front_ends import Desk
 from service.http_counts import Report
-from service.questions import Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
+from service.questions import Answers, CountGenerating, FindParent, Fork, MetricsText, RenderMetrics, TakeSnapshot
 from service.served_model import ModelFacts, TokenizerFiles
 
 LIMITS = Limits(
@@ -92,6 +92,8 @@ TO_ENGINE = [
     Finish(1, 2),
     Ask(1, RenderMetrics("text/plain")),
     Ask(2, TakeSnapshot()),
+    Ask(3, FindParent("k", ["r", "cmpl-r"], 2)),
+    Ask(4, Fork("k", (2, 9), 5, "f", SamplingParameters(seed=2**63), [2], max_tokens=7, timeout_s=1.5)),
     Report([("/live", "GET", "200", 3)], 1, 2, 3, 4, {"prompt": ([0, 1], 5.0)}, 1.5),
 ]
 

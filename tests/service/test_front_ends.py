@@ -195,6 +195,22 @@ def test_operators_see_the_whole_server_from_any_process(shared: Process) -> Non
     shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
 
 
+def test_a_stream_is_forked_from_whatever_process_it_is_asked(shared: Process) -> None:
+    """Connections are dealt out to all front ends; the one that streams the parent is one of them."""
+    body = {"prompt": "the", "stream": True, "max_tokens": LONG, "ignore_eos": True, "temperature": 0}
+    stream = shared.open("POST", "/v1/completions", body | {"request_id": "parent"})
+    stream.readline()
+    for _ in range(8):
+        body = {"max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+        answer = json.loads(shared.ask("POST", "/v1/requests/cmpl-parent/fork", body))
+        assert (answer["forked_from"], answer["usage"]["completion_tokens"]) == ("parent", 3)
+        asked = {"prompt": answer["choices"][0]["prompt_token_ids"], "temperature": 0, "return_token_ids": True}
+        again = json.loads(shared.ask("POST", "/v1/completions", asked | {"max_tokens": 3, "ignore_eos": True}))
+        assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+    shared.hang_up(stream)
+    shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
+
+
 def test_leaving_cancels_whatever_process_streams(shared: Process) -> None:
     """C08, C09: six choices each, left after the first event: nothing runs on, no frame is held, aborts are counted."""
     abort = next(name for name in shared.metrics() if "request_success" in name and '"abort"' in name)

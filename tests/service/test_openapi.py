@@ -15,7 +15,7 @@ from service.anthropic_body import PromptBody
 from service.api import ROUTES
 from service.decoding import decode
 from service.errors import BadRequest, ErrorBody
-from service.openapi import BODIES, BODY_RANGES, OPERATIONS, RANGES, REQUIRED, document
+from service.openapi import BODIES, BODY_RANGES, LEFT_OUT, OPERATIONS, RANGES, REQUIRED, document
 from service.responses_body import ResponsesBody
 from service.schema import Body, CompletionBody
 
@@ -28,6 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "ResponsesBody": {"input": "a"},
     "MessagesBody": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
     "CountBody": {"messages": [{"role": "user", "content": "a"}]},
+    "ForkBody": {},
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "beam_width": {"use_beam_search": True}, "length_penalty": {"use_beam_search": True},
@@ -86,7 +87,8 @@ async def test_the_page_works_offline_and_runs_its_own_script_only(server: Serve
 
 def bounds_of(body: type[Body]) -> dict[str, dict[str, Any]]:
     found = {name: dict(bounds) for name, bounds in RANGES.items() if name in body.__struct_fields__}
-    return found | {name: dict(bounds) for name, bounds in BODY_RANGES.get(body.__name__, {}).items()}
+    found |= {name: dict(bounds) for name, bounds in BODY_RANGES.get(body.__name__, {}).items()}
+    return {name: bounds for name, bounds in found.items() if name not in LEFT_OUT.get(body.__name__, ())}
 
 
 def edges(bounds: dict[str, Any]) -> tuple[list[Any], list[Any]]:
