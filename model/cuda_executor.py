@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuda.adjust import Adjust, adjust_bytes
+from cuda.adjust import Adjust, StepMasks, adjust_bytes
 from cuda.frames import FrameLayout, FramePool
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
@@ -166,6 +166,7 @@ class DeviceProgram:
         self._copy = PageCopy(loader, self.pool)
         self.rows = CudaRows(max_rows, config.vocabulary, device, page_locked=page_locked)
         self._adjust = Adjust(loader, self.state, config.vocabulary)
+        self.masks = StepMasks(max_running, config.vocabulary, device, page_locked=page_locked)
         self._sample = Sample(loader, self.state, self.results, config.vocabulary)
         self._record = LogProbRecords(loader, config.vocabulary)
         self._records = torch.zeros(SCORED_AT_ONCE, RECORD_WORDS, dtype=torch.int32, device=device)
@@ -239,7 +240,13 @@ class DeviceProgram:
         )
 
     def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
-        """Everything of a step that follows its upload. Captured, or launched.
+        """Everything of a step that follows its upload. Captured, or launched. Returns what `compute` does."""
+        records = self.compute(step, scored)
+        self.sample(step)
+        return records
+
+    def compute(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
+        """The same, up to the logits.
 
         Returns the records of the scored tokens, (N, RECORD_WORDS) page-locked: valid once the step is done.
         """
@@ -247,10 +254,16 @@ class DeviceProgram:
         self.kernels.plan(step)
         hidden = forward(self._parameters, step, self.kernels)
         records = None if scored is None else self._score(hidden, scored, step.stream)
-        logits = self.kernels.logits(hidden, self._parameters, step)
-        self._adjust(step.stream, logits, step.sequences)
-        self._sample(step.stream, logits, self._adjust.masked, step.sequences, weighs=step.weighs)
+        self.kernels.logits(hidden, self._parameters, step)
         return records
+
+    def sample(self, step: CudaStep, masked: Int32Array | None = None) -> None:
+        """From the logits to the result. masked: the sequences, by place, that have the first words of `masks`."""
+        if masked is not None:
+            self.masks.send(masked)
+        logits = self.kernels.latest_logits(step.sequences)
+        self._adjust(step.stream, logits, step.sequences, None if masked is None else self.masks)
+        self._sample(step.stream, logits, self._adjust.masked, step.sequences, weighs=step.weighs)
 
     def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int) -> Tensor:
         """Log-probabilities of given tokens, some places at a time, in the memory of the step's logits."""
@@ -271,8 +284,6 @@ class DeviceProgram:
 
 class CudaExecutor:
     """`model.executor.Executor` on the current CUDA device."""
-
-    masks: Int32Array = np.empty((0, 0), np.int32)  # it takes none: the server refuses constraints on a GPU
 
     polls = 2000  # steps take milliseconds or less: poll between turns of the event loop before a thread waits
 
@@ -319,7 +330,7 @@ class CudaExecutor:
                 page_locked=True,
                 thin_rows=thin_rows,
             )
-            self.results = self._program.results
+            self.results, self.masks = self._program.results, self._program.masks.words
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
             self.slots = min(swap_bytes // self.frame_bytes, self.frames)
             self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
@@ -344,13 +355,15 @@ class CudaExecutor:
         reports = self._program.upload(plan, slot, self._raw_stream)
         if (graph := self._graph_for(plan)) is not None:
             graph.replay()
-        else:
+        elif plan.masked is None:
             reports.scored = self._program.run(self._program.sizes(plan, self._raw_stream), plan.scored)
+        else:
+            reports.scored = self._program.compute(self._program.sizes(plan, self._raw_stream), plan.scored)
         return CudaTicket(plan.step, slot, sequences, reports, self)
 
     def sample(self, plan: StepPlan) -> None:
-        """Raises RuntimeError: `submit` has sampled."""
-        raise RuntimeError("this executor takes no masks")
+        """Enqueue the sampling of the masked step submitted last."""
+        self._program.sample(self._program.sizes(plan, self._raw_stream), plan.masked)
 
     @property
     def ready_slots(self) -> int:
@@ -390,6 +403,10 @@ class CudaExecutor:
         if plan.scored is not None:
             return None
         sequences = len(plan.rows)
+        if plan.masked is not None:
+            is_decode = plan.decodes == sequences
+            kind = Kind.LOGITS if is_decode else Kind.MIXED_LOGITS
+            return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=True)
         if plan.decodes == sequences:
             kind = Kind.CASCADE if self._program.has_groups(plan) else Kind.DECODE
             return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
@@ -414,13 +431,16 @@ class CudaExecutor:
             has_groups=size.kind is Kind.CASCADE,
             weighs=size.weighs,
         )
-        if size.kind is Kind.MIXED:
+        if size.kind in (Kind.MIXED, Kind.MIXED_LOGITS):
             blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
             step = replace(step, prefill_blocks=blocks)
         graph = torch.cuda.CUDAGraph()
         # thread-local: another thread may page-lock memory for swap meanwhile
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
-        self._program.run(step)
+        if size.kind.samples:
+            self._program.run(step)
+        else:
+            self._program.compute(step)
         graph.capture_end()
         return graph
 

@@ -212,6 +212,10 @@ class CudaKernels(Kernels[CudaStep]):
             return out
         return self.logits_at(hidden, parameters, places)
 
+    def latest_logits(self, sequences: int) -> Tensor:
+        """(sequences, V): the first rows of what `logits` has written last."""
+        return self._logits[:sequences]
+
     def logits_at(self, hidden: Tensor, parameters: Parameters, places: Tensor) -> Tensor:
         """(N, V) float32, of the tokens at `places` (N,) int32, no more than the sequences of a step."""
         last, out = self._last[: len(places)], self._logits[: len(places)]

@@ -5,7 +5,8 @@ so a start does not wait for all of them at any price:
 
     before the first request     FIRST sizes: whatever comes, a graph at most twice as large as the step is there; then
                                  others, for a bounded time
-    while nothing runs           what is missing, one after the other; what a step would have taken comes first
+    while nothing runs           what is missing, one after the other; what a step would have taken comes first. Those
+                                 that end with the logits, for steps with masks, are captured only then
 
 Beside steps nothing is captured: tokens would be late by that.
 
@@ -40,6 +41,12 @@ class Kind(Enum):
     DECODE = auto()
     CASCADE = auto()  # decodes, of which some begin with the same frames
     MIXED = auto()  # prefill, and decodes
+    LOGITS = auto()  # decodes, up to their logits: their sampling waits for masks
+    MIXED_LOGITS = auto()  # the same with prefill
+
+    @property
+    def samples(self) -> bool:
+        return self not in (Kind.LOGITS, Kind.MIXED_LOGITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,21 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
             yield GraphSize(kind, size, size), size in first
     token_sizes = [size for size in MIXED_TOKENS if size <= max_tokens]
     first = set(_doubling(token_sizes))
-    for tokens in token_sizes:
-        most = min(tokens, max_running)
-        for sequences in [size for size in MIXED_SEQUENCES if size < most] + [most]:
-            yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == most
+    mixed = [
+        (tokens, sequences)
+        for tokens in token_sizes
+        for sequences in [size for size in MIXED_SEQUENCES if size < min(tokens, max_running)]
+        + [min(tokens, max_running)]
+    ]
+    for tokens, sequences in mixed:
+        yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == min(tokens, max_running)
     for kind, batches in kinds:
         for size in [size for size in batches if size < max_running] + [max_running]:
             yield GraphSize(kind, size, size, weighs=False), False
+    for size in [size for size in DECODE_SIZES if size < max_running] + [max_running]:
+        yield GraphSize(Kind.LOGITS, size, size), False
+    for tokens, sequences in mixed:
+        yield GraphSize(Kind.MIXED_LOGITS, tokens, sequences), False
 
 
 def _doubling(sizes: list[int]) -> Iterator[int]:
@@ -105,8 +120,8 @@ class StepGraphs:
         seconds: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """sizes: of each kind ascending. Graphs are captured at once of those whose second part is true; then of
-        others, until `seconds` have passed.
+        """sizes: of each kind ascending, those that do not sample last. Graphs are captured at once of those whose
+        second part is true; then of others that sample, until `seconds` have passed.
         """
         began = clock()
         self._capture_one = capture
@@ -121,7 +136,7 @@ class StepGraphs:
             self._missing[size] = None
             if is_first:
                 self._capture(size)
-        while self._missing and clock() - began < seconds:
+        while any(size.kind.samples for size in self._missing) and clock() - began < seconds:
             self.capture_next()
 
     @property

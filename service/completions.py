@@ -17,7 +17,7 @@ from service.body import read_body
 from service.chat_constraint import chat_constraint
 from service.choice import Choice, Delta, merged
 from service.constraint import Constraint, constraint_of
-from service.errors import BadRequest, InternalError, NotImplementedYet, PagewalkError
+from service.errors import BadRequest, InternalError, PagewalkError
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
 from service.grammars import GrammarRefused
@@ -130,8 +130,6 @@ async def checked_constraint(body: GenerationBody, prompts: list[Prompt], model:
     if asked is None:
         return None
     constraint, param = asked
-    if not model.takes_constraints:
-        raise NotImplementedYet(f"{param} is not served on a GPU by this version.", param=param)
     try:
         await model.grammars.check(constraint)
     except GrammarRefused as error:

@@ -40,7 +40,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
     defaults: SamplingParameters
     dtype: str
     weights_bytes: int
-    takes_constraints: bool = True
 
     def served(self, tokenizer: Tokenizer, client: EngineClient, grammars: Grammars | None = None) -> "ServedModel":
         """grammars: None for one of its own."""
@@ -55,7 +54,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
             grammars=grammars or Grammars(tokenizer, client.limits.vocabulary, self.end_ids),
             dtype=self.dtype,
             weights_bytes=self.weights_bytes,
-            takes_constraints=self.takes_constraints,
         )
 
 
@@ -73,7 +71,6 @@ class ServedModel:
     grammars: Grammars
     dtype: str  # of weights, keys and values
     weights_bytes: int
-    takes_constraints: bool
 
     def check_name(self, name: str | None) -> str:
         """The name to answer with: `name` if it is served, the first one for None. Raises NotFound."""

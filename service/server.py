@@ -302,11 +302,9 @@ class Server:
             ),
             dtype=assembly.dtype,
             weights_bytes=assembly.weights_bytes,
-            takes_constraints=assembly.device == "cpu",
         )
         grammars = Grammars(loaded.tokenizer, assembly.config.vocabulary, facts.end_ids)
-        if facts.takes_constraints:
-            assembly.engine.held.grammars = grammars
+        assembly.engine.held.grammars = grammars
         if self.doors is not None:
             self.doors.front_end.model = facts.served(loaded.tokenizer, assembly.client, grammars)
         if self.front_ends is not None:

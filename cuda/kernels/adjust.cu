@@ -15,6 +15,8 @@
 //       biases: ids, values (float)        barred: ids
 //       bad words: where each begins among the tokens, one entry more; the tokens
 //       mask: ceil(V / 32) words, bit id % 32 of word id / 32 set where a token may come
+//   mask_of [S]: which of `masks` says what a sequence may sample, beside its row's own lists; -1: none. Or null: nobody's
+//   masks [., mask_words]: as the mask in a row's lists
 //   counts [blocks, V]: zero before and after
 //   masked [S]: zero before. Of rows that ask: how many logits are minus infinity now and were finite; the highest bit is
 //     set if one was not finite
@@ -27,11 +29,14 @@ __device__ __forceinline__ float held(float x) { return fminf(fmaxf(x, -LARGEST_
 
 struct Adjusted {  // by one thread
   float* logits;
-  const u32* mask;                   // or null: all tokens may come
+  const u32 *mask, *grammar;         // each may be null: all tokens may come by it
   int masked = 0;
   bool is_bad = false;
 
-  __device__ __forceinline__ bool is_masked(int id) const { return mask && !(mask[id >> 5] >> (id & 31) & 1); }
+  __device__ __forceinline__ bool is_masked(int id) const { return lacks(mask, id) || lacks(grammar, id); }
+  static __device__ __forceinline__ bool lacks(const u32* bits, int id) {
+    return bits && !(bits[id >> 5] >> (id & 31) & 1);
+  }
   // Change a logit; one that is not finite stays
   template <class Change> __device__ __forceinline__ void change(int id, const Change& change) {
     if (is_masked(id)) return;
@@ -112,8 +117,8 @@ __device__ __forceinline__ void apply_lists(Adjusted& row, const Settings& own, 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
-    float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings, u32* counts,
-    int* masked, int S, int V) {
+    float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
+    const int* mask_of, const u32* masks, u32* counts, int* masked, int S, int V, int mask_words) {
   __shared__ u32 masked_of_block;
   allow_next_kernel();
   wait_for_previous_kernel();
@@ -121,15 +126,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
   for (int base = blockIdx.x; base < S; base += 32 * gridDim.x) {
     const int candidate = base + lane * gridDim.x;  // all warps look at the same 32
     bool asks = candidate < S && rows[candidate] >= 0 && samples[candidate];
-    if (asks) asks = settings[rows[candidate]].adjusts;
+    if (asks) asks = settings[rows[candidate]].adjusts || (mask_of && mask_of[candidate] >= 0);
     for (u32 asking = __ballot_sync(ALL_LANES, asks); asking; asking &= asking - 1) {
       const int s = base + (__ffs(asking) - 1) * gridDim.x;
       const Settings& own = settings[rows[s]];
-      Adjusted row = {logits + (i64)s * V, own.lists && own.lists[3] ? (const u32*)own.lists + own.lists[7] : nullptr};
+      Adjusted row = {logits + (i64)s * V, own.lists && own.lists[3] ? (const u32*)own.lists + own.lists[7] : nullptr,
+                      mask_of && mask_of[s] >= 0 ? masks + (i64)mask_of[s] * mask_words : nullptr};
       if (threadIdx.x == 0) masked_of_block = 0;
       __syncthreads();
       if (blockIdx.y) {
-        if (!row.mask) continue;
+        if (!row.mask && !row.grammar) continue;
         apply_mask(row, blockIdx.y - 1, gridDim.y - 1, V);
       } else {
         if (own.repetition != 1.f || own.presence != 0.f || own.frequency != 0.f)

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(BLOCK, 2) finish(
         has_failed |= outcome[capacity + s];
       } else {
         const bool is_bad =
-            is_bad_row(Quads(logits + (i64)s * V, V, 0, 1), scan.best, scan.infinite, own.adjusts ? banned : 0);
+            is_bad_row(Quads(logits + (i64)s * V, V, 0, 1), scan.best, scan.infinite, banned);
         if (is_bad || own.temperature < GREEDY_BELOW) token = id_of_best(scan.best, V);
         else token = drawn(team, own, logits + (i64)s * V, V, scan, spans + (i64)s * parts * WARPS, parts,
                            candidates + (i64)s * CANDIDATES, random_word(own.seed, (u32)length));

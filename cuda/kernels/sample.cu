@@ -253,7 +253,7 @@ template <bool RESIDENT> __global__ void __launch_bounds__(BLOCK, 2) sample(
     const bool is_greedy = own.temperature < GREEDY_BELOW;
     const int likeliest = own.log_probs < 0 ? -1 : min(header[7], V);
     const int top_k = is_greedy || own.top_k > MANY || !has_top_k(own, V) ? 0 : own.top_k;
-    const Seen seen = look(team, slice, max(top_k, likeliest), own.adjusts ? masked[s] : 0);
+    const Seen seen = look(team, slice, max(top_k, likeliest), masked[s]);
     int* const record = results + (i64)header[6] * (16 + (2 + RECORD) * capacity) + 16 + 2 * capacity + s * RECORD;
     const bool wants_record = likeliest >= 0 && !seen.is_bad;
     if (wants_record) write_likeliest(team, slice, seen, likeliest, record);

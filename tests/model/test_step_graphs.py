@@ -105,9 +105,10 @@ def test_a_start_goes_on_capturing_for_a_bounded_time() -> None:
     """The first ones in any case; then as many as come in the time."""
     sizes = list(ladder(max_running=256, max_tokens=512, has_cascade=True))
     first = sum(is_first for _, is_first in sizes)
+    sampling = sum(size.kind.samples for size, _ in sizes)
     assert Graphs().at_first == first
     assert Graphs(seconds=0.005 * (first + 3)).at_first == first + 3
-    assert Graphs(seconds=10.0).at_first == len(sizes)
+    assert Graphs(seconds=10.0).at_first == sampling < len(sizes)  # steps with masks are rare: theirs come in idle time
 
 
 def test_after_clear_there_are_none_and_none_come() -> None:

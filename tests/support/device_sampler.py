@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from kernel_devices import Device
-from slow_sampling import Case
+from slow_sampling import Case, packed_masks
 
-from cuda.adjust import Adjust
+from cuda.adjust import Adjust, StepMasks
 from cuda.sample import LogProbWords, Sample, StepResults, are_weighed
 from cuda.scatter import DeviceState, Scatter, StepUpload, pack
 from model.cuda_rows import CudaRows
@@ -70,6 +70,17 @@ class DeviceSampler:
         send(device, self.state, upload, self.count + 1, self.count + 1)
         return self.launch()
 
+    def masks(self) -> StepMasks | None:
+        """Those of the cases that have one, sent."""
+        masked = [i for i, case in enumerate(self.cases) if case.mask is not None]
+        if not masked:
+            return None
+        vocabulary = self.sample.vocabulary
+        masks = StepMasks(self.count + 1, vocabulary, self.device.name, page_locked=not self.device.is_emulated)
+        masks.words[: len(masked)] = packed_masks([case.mask for case in self.cases if case.mask is not None])
+        masks.send(np.array(masked, INT))
+        return masks
+
     def launch(self) -> tuple[list[int], list[int]]:
         """The kernels alone, on the logits of the cases."""
         device, count = self.device, self.count
@@ -77,7 +88,7 @@ class DeviceSampler:
         self.logits = torch.from_numpy(logits.astype(np.float32)).to(device.name)
         self.results.words[:] = -9
         assert not self.results.is_done(1, 33)
-        self.adjust(device.stream, self.logits, count + 1)
+        self.adjust(device.stream, self.logits, count + 1, self.masks())
         weighs = bool((are_weighed(self.table.settings[self.rows], self.sample.vocabulary) & self.samples).any())
         self.sample(device.stream, self.logits, self.adjust.masked, count + 1, weighs=weighs)
         device.synchronize()

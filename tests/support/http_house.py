@@ -145,7 +145,6 @@ def served(engine: ScriptedEngine, **changes: Any) -> ServedModel:
         "grammars": Grammars(tokenizer, tokenizer.vocabulary, (END, 0)),
         "dtype": "bfloat16",
         "weights_bytes": 123_456,
-        "takes_constraints": True,
     }
     return ServedModel(**defaults | changes)
 

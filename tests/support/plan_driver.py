@@ -7,6 +7,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 import numpy as np
+from slow_sampling import packed_masks
 
 from mm.addresses import pages_for
 from mm.page_copies import MemoryOrders, TableChanges
@@ -38,7 +39,11 @@ class Running:
 
 
 class PlanDriver:
-    def __init__(self, executor: Executor, *, page_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, executor: Executor, *, page_size: int = 16, seed: int = 0, masked: dict[int, np.ndarray] | None = None
+    ) -> None:
+        """masked: (V) bool of rows that sample under a mask, always the same."""
+        self.masked = masked or {}
         self.executor = executor
         self.page_size = page_size
         self.free = np.random.default_rng(seed).permutation(executor.frames).astype(np.int32).tolist()
@@ -83,7 +88,12 @@ class PlanDriver:
                 chunks.append((s, min(left, len(s.prompt) - s.done)))
                 left -= chunks[-1][1]
         plan = self._plan(chunks, len(decoding), settings)
-        result = self.executor.submit(plan).wait()
+        ticket = self.executor.submit(plan)
+        if plan.masked is not None:
+            rows = plan.rows[plan.masked].tolist()
+            self.executor.masks[: len(rows)] = packed_masks([self.masked[row] for row in rows])
+            self.executor.sample(plan)
+        result = ticket.wait()
         self.steps += 1
         for place, (s, count) in enumerate(chunks):
             if not s.is_decoding:
@@ -105,6 +115,7 @@ class PlanDriver:
             while s.pages < pages_for(start + count, self.page_size):
                 changes.append((s.row, s.pages, self.free.pop()))
                 s.pages += 1
+        masked = [place for place, (s, _) in enumerate(chunks) if samples[place] and s.row in self.masked]
         rows, pages, frames = np.array(changes, np.int32).reshape(-1, 3).T
         return StepPlan(
             step=self.steps,
@@ -116,4 +127,5 @@ class PlanDriver:
             token_ids=np.array(ids, np.int32),
             samples=np.array(samples, np.bool_),
             decodes=decodes,
+            masked=int32(*masked) if masked else None,
         )

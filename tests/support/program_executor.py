@@ -1,12 +1,12 @@
 """A tiny network over the CUDA kernels, without graphs, on any loader; and the same on the CPU executor."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from model.config import ModelConfig, parse_config
 from model.cpu_executor import CpuExecutor
-from model.cuda_executor import RING, DeviceProgram, read_result
+from model.cuda_executor import RING, DeviceProgram, Reports, read_result
 from model.cuda_kernels import CudaStep
 from model.parameters import allocate, parts_of, random_parameters
 from model.step_plan import StepPlan, StepResult
@@ -62,12 +62,42 @@ class ProgramExecutor:
         if self.is_padded:
             blocks = self.program.kernels.prefill_blocks(BUDGET, ROWS)
             step = CudaStep(stream, ROWS, BUDGET, decodes=ROWS, prefill_blocks=blocks)
+        if plan.masked is not None:
+            reports.scored = self.program.compute(step, plan.scored)
+            self.unsampled = Waiting(plan.step, self, step, reports, len(plan.rows))
+            return self.unsampled
         reports.scored = self.program.run(step, plan.scored)
+        return Done(plan.step, self.result(plan.step, len(plan.rows), reports))
+
+    @property
+    def masks(self) -> Any:
+        return self.program.masks.words
+
+    def sample(self, plan: StepPlan) -> None:
+        self.program.sample(self.unsampled.program_step, plan.masked)
+
+    def result(self, step: int, sequences: int, reports: Reports) -> StepResult:
         self.device.synchronize()
-        assert self.program.results.is_done(slot, plan.step)
-        return Done(plan.step, read_result(self.program.results, slot, len(plan.rows), reports))
+        assert self.program.results.is_done(step % RING, step)
+        return read_result(self.program.results, step % RING, sequences, reports)
 
     def close(self) -> None: ...
+
+
+class Waiting(NamedTuple):
+    """The ticket of a step that has not sampled yet."""
+
+    step: int
+    executor: ProgramExecutor
+    program_step: CudaStep
+    reports: Reports
+    sequences: int
+
+    def is_done(self) -> bool:
+        return self.executor.program.results.is_done(self.step % RING, self.step)
+
+    def wait(self) -> StepResult:
+        return self.executor.result(self.step, self.sequences, self.reports)
 
 
 class Done:

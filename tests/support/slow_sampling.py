@@ -24,6 +24,7 @@ class Case:
     parameters: SamplingParameters
     prompt: list[int] = field(default_factory=lambda: [0])
     output: list[int] = field(default_factory=list)
+    mask: np.ndarray | None = None  # (V) bool: what its grammar admits
 
     @property
     def tokens(self) -> list[int]:
@@ -53,7 +54,16 @@ def slow_adjusted(case: Case) -> np.ndarray:
         banned |= set(p.barred_ids)
     banned |= {word[-1] for word in p.bad_words if case.tokens[len(case.tokens) - len(word) + 1 :] == word[:-1]}
     x[list(banned)] = -np.inf
+    if case.mask is not None:
+        x[~case.mask] = -np.inf
     return x
+
+
+def packed_masks(masks: list[np.ndarray]) -> np.ndarray:
+    """(N, ceil(V / 32)) int32: bit id % 32 of word id // 32 of each (V) bool."""
+    bits = np.zeros((len(masks), -(-len(masks[0]) // 32) * 32), np.bool_)
+    bits[:, : len(masks[0])] = masks
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
 def slow_kept(adjusted: np.ndarray, p: SamplingParameters) -> dict[int, int]:
