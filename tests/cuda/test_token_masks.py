@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from device_sampler import DeviceSampler
+from masked_sampling import sampled
 from plan_driver import PlanDriver
 from program_executor import ProgramExecutor, cpu_executor, tiny_config
 from slow_sampling import Case, slow_adjusted, slow_sample
 
 from model.step_plan import SamplingParameters
 
-VOCABULARIES = [1003, 1024, *(pytest.param(v, marks=pytest.mark.gpu) for v in (49_152, 128_256, 151_936, 50_257))]
+LARGE = [pytest.param(vocabulary, marks=pytest.mark.gpu) for vocabulary in (49_152, 50_257, 128_256, 151_936)]
 
 ASKING = [
     {"temperature": 0.0},
@@ -42,7 +43,7 @@ def cases_of(vocabulary: int, generator: torch.Generator, shares: list[float]) -
     return cases
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("vocabulary", [1003, 1024])
 def test_masked_rows_beside_others_are_those_of_the_definition(any_device, generator, vocabulary) -> None:
     """Bit for bit, and rows without a mask stay as they are."""
     cases = cases_of(vocabulary, generator, [0.001, 0.3, 0.999])
@@ -54,6 +55,17 @@ def test_masked_rows_beside_others_are_those_of_the_definition(any_device, gener
     assert tokens == [slow_sample(case) for case in cases]
     assert not sampler.adjust._counts.any()
     assert not sampler.adjust.masked.any()
+
+
+@pytest.mark.parametrize("vocabulary", LARGE)
+def test_large_vocabularies_sample_as_the_cpu_does(any_device, generator, vocabulary) -> None:
+    cases = cases_of(vocabulary, generator, [0.0, 0.01, 0.7])
+    sampler = DeviceSampler(any_device, cases)
+    tokens, failed = sampler.run()
+    expected, logits = sampled(cases)
+    assert torch.equal(sampler.logits[: len(cases)].cpu(), logits)
+    assert not any(failed)
+    assert tokens == expected.tokens.tolist()
 
 
 def test_a_row_of_which_nothing_is_left_fails_alone(any_device, generator) -> None:

@@ -5,29 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked_sampling import sampled
 from plan_driver import PlanDriver
 from program_executor import cpu_executor, tiny_config
-from slow_sampling import Case, packed_masks, slow_adjusted, slow_sample
+from slow_sampling import Case, slow_adjusted, slow_sample
 
-from model.sampler import Sampled, sample
-from model.sampling_rows import SamplingRows
-from model.step_plan import RowSettings, SamplingParameters
-from model.token_masks import TokenMasks, mask_words
-
-
-def sampled(cases: list[Case]) -> tuple[Sampled, torch.Tensor]:
-    """What the sampler makes of rows, some of which are masked, and the logits that it leaves."""
-    rows = np.arange(len(cases), dtype=np.int32)
-    prompts = np.array([len(case.prompt) for case in cases], np.int32)
-    table = SamplingRows.greedy(len(cases))
-    table.store(RowSettings(rows, [case.parameters for case in cases], prompts, [case.history for case in cases]))
-    logits = torch.from_numpy(np.stack([case.logits for case in cases]).astype(np.float32))
-    places = np.array([i for i, case in enumerate(cases) if case.mask is not None], np.int64)
-    masks = None
-    if len(places):
-        masks = TokenMasks(places, packed_masks([case.mask for case in cases if case.mask is not None]))
-    return sample(logits, table.take(rows), np.array([len(case.tokens) for case in cases]), masks), logits
-
+from model.step_plan import SamplingParameters
+from model.token_masks import mask_words
 
 KINDS = [
     {"temperature": 0.0},
