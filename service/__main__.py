@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else EXIT_SETTINGS
     try:
-        given = _parser().parse_args(arguments)
+        given = parser().parse_args(arguments)
     except SystemExit as end:  # argparse has said what is wrong, or has printed the help
         return end.code if isinstance(end.code, int) else EXIT_SETTINGS
     try:
@@ -94,13 +94,13 @@ def _fail(code: int, error: Exception) -> int:
     return code
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    found = Parser(
         prog="pagewalk",
         description="A server for language models. Its KV cache is run like an operating system's virtual memory.",
     )
-    parser.add_argument("--version", action="version", version=f"pagewalk {version('pagewalk')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    found.add_argument("--version", action="version", version=f"pagewalk {version('pagewalk')}")
+    commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     serve: dict[str, Any] = {
         "description": "Load a model and answer requests in the form of the OpenAI API. Each flag is also a variable "
         "(PAGEWALK_MAX_NUM_SEQS) and a name in the --config file (max_num_seqs); flags win over variables, "
@@ -114,7 +114,7 @@ def _parser() -> Parser:
         dest="action", required=True, metavar="ACTION", parser_class=Parser
     )
     add_flags(config.add_parser("show", help="print the settings in force as TOML, and where each came from"))
-    return parser
+    return found
 
 
 if __name__ == "__main__":

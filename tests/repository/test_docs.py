@@ -1,0 +1,147 @@
+"""Every command of the documentation is run, or as much of it as can be run without a GPU, a network and Docker."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from server_process import Process, free_port
+from tiny_model import write_tiny_model
+
+from service.__main__ import parser
+from service.settings import PREFIX, load_settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HANDLED = ("make", "curl", "pagewalk", "pip", "docker", "openssl")
+WORDS = (*HANDLED, "python", "python3", "git", "sh")
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, command) of all fenced blocks; a command ends where its quotes are closed."""
+    for page in PAGES:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            if language not in ("", "sh"):
+                continue
+            command = ""
+            for line in block.splitlines():
+                command += line + "\n"
+                try:
+                    words = [word for word in shlex.split(command, comments=True) if "=" not in word]
+                except ValueError:
+                    continue  # a quote is open
+                if words and Path(words[0]).name in WORDS:
+                    yield page.name, command.strip()
+                command = ""
+
+
+COMMANDS = sorted(set(commands()))
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """The commands of these programs."""
+    mine = [each for each in COMMANDS if Path(program(each[1])).name in names]
+    return pytest.mark.parametrize(("page", "command"), mine, ids=[f"{page}-{command[:60]}" for page, command in mine])
+
+
+def program(command: str) -> str:
+    return next(word for word in shlex.split(command, comments=True) if "=" not in word)
+
+
+def test_the_commands_are_found() -> None:
+    assert len(COMMANDS) > 25
+    assert {Path(program(command)).name for _, command in COMMANDS} <= {*HANDLED}
+
+
+def _check_settings(words: list[str]) -> None:
+    """As the command does before it loads anything."""
+    given = vars(parser().parse_args(words))
+    paths = ("tls_cert", "tls_key", "api_key_file", "config")
+    load_settings({name: value for name, value in given.items() if name not in paths}, {})
+
+
+@of("make")
+def test_make_knows_the_target(page: str, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    assert subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    if "serve" in words:
+        arguments = " ".join(word.removeprefix("ARGS=") for word in words if word.startswith("ARGS="))
+        _check_settings(["serve", *shlex.split(arguments)])
+
+
+@of("pagewalk")
+def test_pagewalk_takes_the_flags(page: str, command: str) -> None:
+    words = [word for word in shlex.split(command, comments=True) if not word.startswith(PREFIX)][1:]
+    if words[0] in ("serve", "check", "config"):
+        _check_settings(words)
+    elif words[0] == "bench":
+        _check_help([sys.executable, "-m", "service", *words[:2]], words[2:])
+    else:
+        parser().parse_args(words)
+
+
+def _check_help(start: list[str], words: list[str]) -> None:
+    done = subprocess.run([*start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    known = set(re.findall(r"--[a-z0-9-]+", done.stdout))
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+
+
+@of("docker")
+def test_docker_compose_has_the_profile(page: str, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    profiles = {profile for service in services.values() for profile in service["profiles"]}
+    asked = {words[i + 1] for i, word in enumerate(words) if word == "--profile"}
+    assert words[-1] == "up"
+    assert asked <= profiles
+    variables = dict(word.split("=", 1) for word in words if word.startswith(PREFIX))
+    load_settings({}, variables)
+
+
+@of("pip")
+def test_pip_is_asked_for_an_extra_that_exists(page: str, command: str) -> None:
+    (extra,) = re.findall(r"\[(\w+)\]", command)
+    assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@of("openssl")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_openssl_makes_what_is_said(page: str, command: str, tmp_path: Path) -> None:
+    subprocess.run(["sh", "-ec", command], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """A server, and its ports by those that the documentation has."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "model").mkdir()
+    model = write_tiny_model(folder / "model")
+    admin = free_port()
+    process = Process("--model", str(model), "--load-format", "dummy", "--admin-port", str(admin), folder=folder)
+    try:
+        process.until(lambda: process.status("/ready") == 200)
+        yield {"8000": process.port, "8001": admin}
+    finally:
+        process.stop()
+
+
+@of("curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl_gets_an_answer(page: str, command: str, ports: dict[str, int]) -> None:
+    if "example.org" in command:
+        command = command.replace("https://example.org:8000", "http://127.0.0.1:8000").replace("$(cat keys)", "key")
+    for written, port in ports.items():
+        command = command.replace(f"127.0.0.1:{written}", f"127.0.0.1:{port}")
+    done = subprocess.run(
+        ["sh", "-ec", command.replace("curl ", "curl -sS --fail-with-body ", 1)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
