@@ -121,9 +121,9 @@ class Matcher:
     def _fail(self, message: str) -> None:
         self.error = _told(message) or "the output has left its grammar"
 
-    def copy(self) -> "Matcher":
-        """One that stands at the same place and goes on by itself."""
-        twin = Matcher(self._inner.deep_copy(), self._end_ids.tolist(), self._model_ends.tolist())
+    def copy(self, end_ids: Sequence[int]) -> "Matcher":
+        """One that stands at the same place and goes on by itself, in a Sequence that any of `end_ids` ends."""
+        twin = Matcher(self._inner.deep_copy(), end_ids, self._model_ends.tolist())
         twin.is_complete, twin.error = self.is_complete, self.error
         return twin
 

@@ -213,7 +213,7 @@ class Scheduler:
         """
         (child,) = choices_of(message, front_end, now)
         child.inherited_tokens, child.family = inherited, self.sequences.family_of(parent)
-        child.matcher = None if parent.matcher is None else parent.matcher.copy()
+        child.matcher = None if parent.matcher is None else parent.matcher.copy(child.end_ids)
         self._set_turns([child], now)
         self.add(child)
 

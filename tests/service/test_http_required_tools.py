@@ -183,12 +183,6 @@ async def test_tools_that_are_too_long_for_a_grammar(start: Start) -> None:
     assert (await server.chat(tools=[with_parameters(LONG)])).status == 200
 
 
-async def test_unserved_on_a_gpu_for_now(start: Start) -> None:
-    server = await start(model={"tokenizer": tool_tokenizer(), "takes_constraints": False})
-    answer = await server.chat(tools=TOOLS, tool_choice="required")
-    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "NotImplementedError", "tool_choice")
-
-
 # ---------------------------------------------------------------- the other forms
 
 
