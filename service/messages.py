@@ -29,6 +29,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
+    index: int | None = None  # unused: of a call that was put together from a stream
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

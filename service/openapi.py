@@ -17,6 +17,7 @@ from service import schema
 from service.anthropic_body import CountBody, MessagesBody
 from service.errors import ErrorBody
 from service.responses_body import ResponsesBody
+from service.tools import MAX_TOOLS
 
 REFERENCE = "#/components/schemas/{name}"
 REQUEST_ID = {"name": "X-Request-Id", "in": "header", "description": "Comes back, and names the request in the log."}
@@ -118,6 +119,7 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "beam_width": {"minimum": 2, "maximum": schema.MAX_BEAMS},
     "length_penalty": {"minimum": -schema.MAX_LENGTH_PENALTY, "maximum": schema.MAX_LENGTH_PENALTY},
+    "tools": {"maxItems": MAX_TOOLS},
     "stop_sequences": {"maxItems": schema.MAX_STOPS},
     "stop_token_ids": {"maxItems": schema.MAX_STOP_TOKEN_IDS},
     "bad_words": {"maxItems": schema.MAX_BAD_WORDS},
@@ -132,6 +134,8 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
 
 BODY_RANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "CompletionBody": {"max_tokens": {"minimum": 0}},  # 0 with echo
+    "ChatBody": {"tools": {"minItems": 1, "maxItems": MAX_TOOLS}},
+    "TokenizeBody": {"tools": {"minItems": 1, "maxItems": MAX_TOOLS}},
     "MessagesBody": {"temperature": {"minimum": 0, "maximum": 1}},
 }
 """The same, where a route differs."""

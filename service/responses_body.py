@@ -25,12 +25,13 @@ NAMES = {
 
 
 class InputPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of an item's content. `annotations` and `logprobs` come back from earlier answers; they are not in use."""
+    """A part of an item's content. What else comes back from earlier answers is not in use."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
 
 
 class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +51,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: str | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
+    parsed_arguments: Any = None
 
     def messages(self, path: str) -> list[ChatMessage]:
         """The message that it is, or none. Raises BadRequest."""

@@ -39,9 +39,16 @@ async def test_a_turn_with_a_result(start: Start) -> None:
         first = (await client.chat.completions.create(**ASKED)).choices[0].message
         assert first.tool_calls
         result: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "noon"}
-        messages = [*ASKED["messages"], first.model_dump(), result]
-        again = await client.chat.completions.create(**ASKED | {"messages": messages})
-    assert again.choices[0].message.tool_calls
+        async with client.chat.completions.stream(**ASKED) as stream:
+            streamed: Any = (await stream.get_final_completion()).choices[0].message
+        for message in (first, first.model_dump(), streamed, streamed.model_dump()):
+            calls = (
+                message["tool_calls"] if isinstance(message, dict) else [call.to_dict() for call in message.tool_calls]
+            )
+            result["tool_call_id"] = calls[0]["id"]
+            messages = [*ASKED["messages"], message, result]
+            again = await client.chat.completions.create(**ASKED | {"messages": messages})
+            assert again.choices[0].message.tool_calls
 
 
 async def test_reasoning_beside_the_content(start: Start) -> None:

@@ -17,7 +17,7 @@ from service.decoding import decode
 from service.errors import BadRequest, ErrorBody
 from service.openapi import BODIES, BODY_RANGES, LEFT_OUT, OPERATIONS, RANGES, REQUIRED, document
 from service.responses_body import ResponsesBody
-from service.schema import Body, CompletionBody
+from service.schema import Body, ChatBody, CompletionBody, TokenizeBody
 
 API: dict[str, Any] = json.loads(document("1.2.3"))
 GOOD: dict[str, dict[str, Any]] = {
@@ -150,6 +150,23 @@ def test_lists_have_the_bounds_that_are_checked(body: type[Body]) -> None:
             check(body, GOOD[body.__name__] | {field: [item] * most})
             with pytest.raises(BadRequest, match="at most"):
                 check(body, GOOD[body.__name__] | {field: [item] * (most + 1)})
+
+
+@pytest.mark.parametrize("body", [body for body in BODIES if "tools" in body.__struct_fields__])
+def test_tools_have_the_bounds_that_are_checked(body: type[Body]) -> None:
+    def tools(count: int) -> list[Any]:
+        if body is ChatBody or body is TokenizeBody:
+            return [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]
+        kind = {"input_schema": {}} if issubclass(body, PromptBody) else {"type": "function"}
+        return [{"name": f"f{i}", **kind} for i in range(count)]
+
+    good = GOOD[body.__name__] if body is not TokenizeBody else GOOD["ChatBody"]
+    bounds = bounds_of(body)["tools"]
+    for count in (bounds.get("minItems", 0), bounds["maxItems"]):
+        check(body, good | {"tools": tools(count)})
+    for count in [bounds["maxItems"] + 1] + [0] * ("minItems" in bounds):
+        with pytest.raises(BadRequest, match="1 to 128"):
+            check(body, good | {"tools": tools(count)})
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
