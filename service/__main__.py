@@ -22,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -33,7 +33,7 @@ from service import logs
 from service.errors import ConfigurationError
 from service.openapi import document
 from service.server import Failure, Server, check
-from service.settings import Parser, Settings, SettingsError, add_flags, load_settings, to_toml
+from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
 EXIT_OK, EXIT_SETTINGS, EXIT_FAULT = 0, 2, 70
 
@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
             sys.stdout.write(to_toml(settings, origins))
             return EXIT_OK
         logs.configure(settings.log_level, settings.log_format)
-        return _run_in_loop(given.command, settings)
+        return _run_in_loop(given.command, settings, origins)
     except (SettingsError, ConfigurationError) as error:
         return _fail(EXIT_SETTINGS, error)
     except Failure as error:
@@ -81,12 +81,12 @@ def run(arguments: list[str]) -> int:
         return EXIT_FAULT
 
 
-def _run_in_loop(command: str, settings: Settings) -> int:
+def _run_in_loop(command: str, settings: Settings, origins: Mapping[str, Origin]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if command == "check":
             print(runner.run(check(settings)))
             return EXIT_OK
-        return runner.run(Server(settings, version("pagewalk")).run())
+        return runner.run(Server(settings, version("pagewalk"), origins).run())
 
 
 def _fail(code: int, error: Exception) -> int:

@@ -7,8 +7,10 @@ Every answer is one consistent snapshot, taken between two steps of the engine, 
 /proc, and step and time in headers. The unit of memory is the frame. docs/admin.md has them all.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -24,6 +26,8 @@ from service.questions import Look, TakeSnapshot, ViewQuery
 MemoryFacts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 
 SUFFIX = ".txt"
+
+LEAST_PROFILE_S, MOST_PROFILE_S = 0.1, 60.0
 
 VIEWS: Mapping[str, tuple[str, ...]] = {
     "vmstat": (),
@@ -51,6 +55,9 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
     "trace": ("event", "request", "tenant", "after", "limit"),
     "steps": ("after", "limit"),
     "pulse": (),
+    "config": (),
+    "threads": (),
+    "stacks": (),
 }
 """What can be looked at, and what each takes behind the `?`."""
 
@@ -76,6 +83,31 @@ async def tenant_file(request: web.Request) -> web.Response:
     if name not in files:
         raise NotFound(f"A tenant has no file {quoted(name)}, but {', '.join(sorted(files))}.")
     return web.Response(text=files[name])
+
+
+async def profile(request: web.Request) -> web.Response:
+    """GET /admin/v1/profile?seconds=: where the engine's process spends its time, sampled from now on."""
+    query_of(request, (), beside=("seconds",))
+    given = request.query.get("seconds", "5")
+    seconds = 0.0
+    with suppress(ValueError):
+        seconds = float(given)
+    if not LEAST_PROFILE_S <= seconds <= MOST_PROFILE_S:
+        raise BadRequest(f"seconds is {LEAST_PROFILE_S:g} to {MOST_PROFILE_S:g}, not {quoted(given)}", param="seconds")
+    front_end = request.app[FRONT_END]
+    front_end.loaded()
+    begun = await front_end.engine.ask(Look("profile/start", str(seconds)))
+    number = msgspec.json.decode(begun)["number"]
+    while True:
+        await asyncio.sleep(seconds)
+        body = await front_end.engine.ask(Look("profile/result", str(number)))
+        facts = msgspec.json.decode(body)
+        if facts.pop("is_over"):
+            break
+        seconds = LEAST_PROFILE_S
+    if wants_text(request):
+        return web.Response(text=admin_text.profile(facts))
+    return web.Response(body=msgspec.json.encode(facts), content_type="application/json")
 
 
 def wants_text(request: web.Request) -> bool:

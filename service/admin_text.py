@@ -3,8 +3,11 @@
 Each takes the facts of one view as its JSON has them, so that both always agree.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import tomli_w
 
 Facts = Mapping[str, Any]
 
@@ -256,6 +259,38 @@ def audit(facts: Facts) -> str:
     return by_name(sums) + "".join(f"discrepancy {line}\n" for line in facts["discrepancies"])
 
 
+def config(facts: Facts) -> str:
+    """A file that --config reads, but for the secrets."""
+    lines = []
+    for setting in facts["settings"]:
+        name, value, origin = setting["name"], setting["value"], setting["origin"]
+        is_absent = value in (None, "***")
+        lines.append(f"# {name}: {value or 'none'} ({origin})" if is_absent else f"{name} = {_toml(value)}  # {origin}")
+    tables = f"\n{tomli_w.dumps({'tenants': facts['tenants']})}" if facts["tenants"] else ""
+    return "\n".join(lines) + "\n" + tables
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)  # of strings, numbers and lists of them, JSON's form is TOML's too
+
+
+def threads(facts: Facts) -> str:
+    """ps -L."""
+    columns = {"THREAD": "thread", "STATE": "state", "USER": "user_s", "SYSTEM": "system_s", "NAME": "name"}
+    return table(facts["threads"], columns)
+
+
+def stacks(facts: Facts) -> str:
+    """A paragraph for each thread and task."""
+    found = [("thread", each) for each in facts["threads"]] + [("task", each) for each in facts["tasks"]]
+    return "\n".join("\n".join((f"{kind} {each['name']}:", *each["frames"], "")) for kind, each in found)
+
+
+def profile(facts: Facts) -> str:
+    """Collapsed stacks, as flame graphs are made from."""
+    return "".join(f"{';'.join(each['stack'])} {each['samples']}\n" for each in facts["stacks"])
+
+
 RENDERERS: dict[str, Callable[[Facts], str]] = {
     "vmstat": by_name,
     "pressure": pressure,
@@ -281,4 +316,7 @@ RENDERERS: dict[str, Callable[[Facts], str]] = {
     "misses": misses,
     "trace": trace,
     "steps": steps,
+    "config": config,
+    "threads": threads,
+    "stacks": stacks,
 }

@@ -227,6 +227,7 @@ def _admin_routes() -> list[Route]:
     routes = _with_suffix("/admin/v1/meminfo", admin.meminfo)
     routes.append(("GET", "/admin/v1/frames/map", admin_streams.frame_map, "admin"))
     routes.append(("GET", "/admin/v1/frames/stream", admin_streams.stream_frames, "admin"))
+    routes += _with_suffix("/admin/v1/profile", admin.profile)
     for name in admin.VIEWS:
         show = admin.view(name)
         if (stream := admin_streams.STREAMS.get(name)) is not None:

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,7 +48,7 @@ from service.progress import StartProgress
 from service.questions import OWN_FRONT_END, Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
 from service.request_answers import answer_about_requests
 from service.served_model import ModelFacts, TokenizerFiles
-from service.settings import Settings
+from service.settings import Origin, Settings
 from service.tokenization import Tokenizer, TokenizerNotUsable
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ class Loaded:
 class Server:
     """One server: the engine's process, with all that it starts."""
 
-    def __init__(self, settings: Settings, version: str) -> None:
+    def __init__(self, settings: Settings, version: str, origins: Mapping[str, Origin] | None = None) -> None:
+        """origins: where each setting came from, for those who look; None: all are defaults."""
+        self._origins = origins or {}
         self.settings = settings
         self.metrics = Metrics(version, vllm_names=settings.metrics_compat == "vllm")
         self.answers = Answers()
@@ -286,7 +288,7 @@ class Server:
 
         self.answers.on(TakeSnapshot, take_snapshot)
         inside = Inside(assembly.engine, shows_text=settings.admin_show_text)
-        inspector(inside, self.metrics).answer_with(self.answers)
+        inspector(inside, self.metrics, settings, self._origins).answer_with(self.answers)
         later = asyncio.get_running_loop().call_later
         Operations(inside, self._tell_state, later).answer_with(self.answers)
         facts = ModelFacts(

@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+import tomllib
 from collections import Counter
 from typing import Any
 
@@ -12,7 +14,7 @@ from stepped_engine import PAGE, SteppedEngine
 from mm.frame_views import STATE_BITS, FrameState, SlotState, frame_map
 from service import admin
 from service.admin_text import RENDERERS
-from service.errors import BadRequest, NotFound
+from service.errors import BadRequest, NotFound, QueueFull
 
 
 def look(house: SteppedEngine, view: str, of: str = "", **query: Any) -> Any:
@@ -356,3 +358,48 @@ async def test_a_sequence_is_found_by_its_name_or_its_request() -> None:
         look(house, "sequences/{of}/status", "request 2")
     with pytest.raises(NotFound):
         look(house, "sequences/{of}/status", "0.9")
+
+
+# ---------------------------------------------------------------- the process
+
+
+async def test_settings_are_shown_with_their_origin_and_without_secrets() -> None:
+    house = await under_load(steps=1)
+    facts = look(house, "config")
+    shown = {each["name"]: each for each in facts["settings"]}
+    assert shown["admin_api_key"] == {"name": "admin_api_key", "value": "***", "origin": "env"}
+    assert shown["page_size"] == {"name": "page_size", "value": 16, "origin": "default"}
+    assert "secret" not in json.dumps(facts)
+    parsed = tomllib.loads("\n".join(text(house, "config")))
+    assert parsed["watermarks"] == "1%,2%,4%"
+    assert "admin_api_key" not in parsed
+
+
+async def test_threads_and_stacks_show_where_the_process_is() -> None:
+    house = await under_load(steps=1)
+    named = [each for each in look(house, "threads")["threads"] if each["name"] == "MainThread"]
+    assert len(named) == 1
+    assert named[0]["is_python"]
+    stacks = look(house, "stacks")
+    main = next(each for each in stacks["threads"] if each["name"] == "MainThread")
+    assert any("process_views.py" in line and line.endswith(" stacks") for line in main["frames"])
+    assert any("test_threads_and_stacks" in line for task in stacks["tasks"] for line in task["frames"])
+
+
+async def test_a_profile_finds_what_takes_the_time_and_is_taken_one_at_a_time() -> None:
+    house = await under_load(steps=1)
+    number = look(house, "profile/start", "0.4")["number"]
+    with pytest.raises(QueueFull):
+        look(house, "profile/start", "0.4")
+
+    def busy_function() -> None:
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:
+            pass
+
+    busy_function()
+    facts = look(house, "profile/result", str(number))
+    assert facts["is_over"]
+    assert any("busy_function" in stack["stack"][-1] for stack in facts["stacks"])
+    with pytest.raises(NotFound):
+        look(house, "profile/result", "99")

@@ -64,6 +64,16 @@ async def test_wrong_parameters_are_refused_by_name(house: RealHouse) -> None:
         assert (await get(house, path))[0] == 404, path
 
 
+async def test_a_profile_over_http(house: RealHouse) -> None:
+    status, _, facts = await get(house, "profile?seconds=0.2")
+    assert status == 200
+    assert facts["samples"] > 0
+    lines = (await get(house, "profile.txt?seconds=0.1"))[2].splitlines()
+    assert all(re.fullmatch(r".+ \d+", line) for line in lines)
+    for wrong in ("0", "61", "x", "nan"):
+        assert (await get(house, f"profile?seconds={wrong}"))[2]["error"]["param"] == "seconds"
+
+
 async def test_text_of_the_page_cache_only_where_it_is_allowed(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -19,6 +19,7 @@ from service.metrics import Metrics
 from service.operations import Operations
 from service.questions import Act, Look, ViewQuery
 from service.scheduler import Scheduler, SchedulerSettings
+from service.settings import Settings
 
 PAGE = 4
 LENGTH = 80
@@ -63,7 +64,8 @@ class SteppedEngine:
         self.engine.connect(0, Deaf())
         self.client = EngineClient(self.engine)
         inside = Inside(self.engine, shows_text=shows_text)
-        self.inspector: Inspector = inspector(inside, metrics)
+        settings = Settings(admin_api_key="secret")
+        self.inspector: Inspector = inspector(inside, metrics, settings, {"admin_api_key": "env"})
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.operations = Operations(inside, lambda: None, lambda *call: self.later.append(call))
         self.chance = random.Random(seed)
