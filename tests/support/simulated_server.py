@@ -27,7 +27,7 @@ def simulated(folder: Path = Path("/nowhere")) -> Loaded:
     client = EngineClient(engine)
     engine.connect(0, client)
     advice = SimpleNamespace(temperature=None, top_k=None, top_p=None, repetition_penalty=None)
-    config = SimpleNamespace(end_ids=(2,), sampling=advice)
+    config = SimpleNamespace(end_ids=(2,), sampling=advice, vocabulary=VOCABULARY)
     assembly: Any = SimpleNamespace(
         config=config,
         executor=executor,
