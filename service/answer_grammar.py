@@ -9,12 +9,13 @@ ends a lazy lexeme: the first place where it is complete is where the call begin
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from service.answer_parts import ThinkingMarks
-from service.call_readers import CallFormat
+from service.call_readers import CallFormat, HermesReader, Llama3Reader, MistralReader
 
 ANY_TEXT = r"(.|\n)*"
 NO_OBJECT = r"\s*[^\s{](.|\n)*"
@@ -35,7 +36,7 @@ def calls_only(
     call_format: CallFormat, tools: Sequence[CallableTool], most: int | None, token_of: TokenOf
 ) -> list[str]:
     """Rules by which `answer` is at least one call, and nothing else."""
-    form = _Form(call_format, token_of)
+    form = _form(call_format, token_of)
     return [f"answer: {form.calls(most)}", *form.call_rules(tools)]
 
 
@@ -43,7 +44,7 @@ def calls_or_structured(
     call_format: CallFormat, tools: Sequence[CallableTool], most: int | None, structured: str, token_of: TokenOf
 ) -> list[str]:
     """Rules by which `answer` is calls, or else `structured`, a piece of a rule."""
-    form = _Form(call_format, token_of)
+    form = _form(call_format, token_of)
     # an object that an answer begins with is then no call
     mark = "" if form.first_mark else _spelled(form.mark, token_of)
     return [
@@ -56,9 +57,8 @@ def calls_or_structured(
 
 def text_and_calls(call_format: CallFormat, tools: Sequence[CallableTool], token_of: TokenOf) -> list[str]:
     """Rules by which `answer` is text in which calls may begin; what has begun as a call is one."""
-    form = _Form(call_format, token_of)
-    run = f"{form.opening} call ({form.between} call)* {form.closing}" if not form.each_mark else "call"
-    rules = [f"run: {run}", *form.call_rules(tools)]
+    form = _form(call_format, token_of)
+    rules = [f"run: {form.run()}", *form.call_rules(tools)]
     before = NO_OBJECT if call_format == "llama3" else ANY_TEXT
     if (token := token_of(form.mark)) is not None:
         rules += [f"begun: TEXT? <[{token}]> run", f"TEXT: /{before}/"]
@@ -87,44 +87,69 @@ def thoughtful(answer: Sequence[str], thinking: ThinkingMarks | None, is_thinkin
     return "\n".join([start, *rules, *answer])
 
 
+@dataclass(frozen=True, slots=True)
 class _Form:
     """How one family writes calls, as pieces of rules; a piece that is not there is empty."""
 
-    def __init__(self, call_format: CallFormat, token_of: TokenOf) -> None:
-        self.opening = self.closing = self.between = self.each_mark = self.first_mark = self._end = ""
-        self._named_by: str | None = None  # mark between a name and its arguments
-        match call_format:
-            case "hermes":
-                self.mark, self.between, self._key = "<tool_call>", _quoted("\n"), "arguments"
-                self._begin, self._end = "\n", _quoted("\n") + " " + _spelled("</tool_call>", token_of)
-            case "llama3":
-                self.mark, self.between, self._key, self._begin = "<|python_tag|>", _quoted("; "), "parameters", ""
-                return
-            case "mistral":
-                self.mark, self._key, self._begin = "[TOOL_CALLS]", "arguments", ""
-                if token_of("[ARGS]") is None:
-                    self.opening, self.between, self.closing = _quoted("["), _quoted(", "), _quoted("]")
-                    self.first_mark = _spelled(self.mark, token_of)
-                    return
-                self._named_by = _spelled("[ARGS]", token_of)
-        self.first_mark = self.each_mark = _spelled(self.mark, token_of)
+    mark: str  # the text that calls in a text begin with
+    head: str  # the text before the arguments, with a place for the name; empty: the name, then `named_by`
+    named_by: str = ""
+    tail: str = ""  # behind the arguments
+    first_mark: str = ""
+    each_mark: str = ""  # before each further call
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
 
     def calls(self, most: int | None) -> str:
         """A piece of a rule: one call or more."""
         more = "" if most == 1 else f"({self.between} {self.each_mark} call)*"
         return f"{self.first_mark} {self.opening} call {more} {self.closing}"
 
+    def run(self) -> str:
+        """The same without the first mark; where each call has a mark, just one."""
+        return "call" if self.each_mark else f"{self.opening} call ({self.between} call)* {self.closing}"
+
     def call_rules(self, tools: Sequence[CallableTool]) -> list[str]:
         """`call` without the mark in front of it."""
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
-            if self._named_by is not None:
-                rules.append(f"call_{i}: {_quoted(tool.name)} {self._named_by} arguments_{i}")
-            else:
-                head = _quoted(f'{self._begin}{{"name": "{tool.name}", "{self._key}": ')
-                rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}')} {self._end}")
+            named = f"{_quoted(tool.name)} {self.named_by}"
+            head = _quoted(self.head.replace("NAME", tool.name)) if self.head else named
+            rules.append(f"call_{i}: {head} arguments_{i} {self.tail}")
             rules.append(f"arguments_{i}: %json {msgspec.json.encode(tool.schema).decode()}")
         return rules
+
+
+def _form(call_format: CallFormat, token_of: TokenOf) -> _Form:
+    match call_format:
+        case "hermes":
+            mark, end = (_spelled(text, token_of) for text in (HermesReader.mark, HermesReader.end))
+            return _Form(
+                HermesReader.mark,
+                head='\n{"name": "NAME", "arguments": ',
+                tail=_quoted("}\n") + " " + end,
+                first_mark=mark,
+                each_mark=mark,
+                between=_quoted("\n"),
+            )
+        case "llama3":
+            head = '{"name": "NAME", "parameters": '
+            return _Form(Llama3Reader.mark, head=head, tail=_quoted("}"), between=_quoted("; "))
+        case "mistral":
+            mark = _spelled(MistralReader.mark, token_of)
+            if token_of(MistralReader.arguments_mark) is not None:
+                named_by = _spelled(MistralReader.arguments_mark, token_of)
+                return _Form(MistralReader.mark, head="", named_by=named_by, first_mark=mark, each_mark=mark)
+            return _Form(
+                MistralReader.mark,
+                head='{"name": "NAME", "arguments": ',
+                tail=_quoted("}"),
+                first_mark=mark,
+                opening=_quoted("["),
+                between=_quoted(", "),
+                closing=_quoted("]"),
+            )
 
 
 def _spelled(mark: str, token_of: TokenOf) -> str:

@@ -304,7 +304,8 @@ class MistralReader(CallReader):
     """[TOOL_CALLS] and a list of objects, or a name and its arguments. Ids have the form that its templates want."""
 
     mark = "[TOOL_CALLS]"
-    spelled = (mark, "[ARGS]", "[CALL_ID]")
+    arguments_mark = "[ARGS]"
+    spelled = (mark, arguments_mark, "[CALL_ID]")
 
     def __init__(self, names: frozenset[str], most: int | None = None) -> None:
         super().__init__(names, most)

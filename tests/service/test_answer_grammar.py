@@ -1,5 +1,6 @@
 """Grammars of constrained answers: what they admit, what they refuse, and that whatever they admit is read as calls."""
 
+import functools
 import json
 import random
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import jsonschema
 import llguidance.numpy
 import pytest
+import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 from tiny_tokenizer import END
 from tool_chats import FORMATS, tool_tokenizer
@@ -128,6 +130,37 @@ def test_reasoning_comes_first_and_is_free(marks: ThinkingMarks, kind: Kind) -> 
             assert not admits(made, tokenizer, f"{begin}{thought}{between}{call.replace('Rome', 'Bonn')}")
         assert admits(made, tokenizer, call) != is_thinking
         assert not admits(made, tokenizer, f"{begin}the fox")
+
+
+@functools.cache
+def tokenizer_of_control_tokens() -> Tokenizer:
+    """All marks of this file are control tokens in it, but not [ARGS]."""
+    backend = tokenizers.Tokenizer.from_str(tool_tokenizer("hermes").backend.to_str())
+    marks = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]
+    backend.add_special_tokens([*marks, *(text for pair in THINKING_MARKS for text in pair)])
+    return Tokenizer(backend, {}, None)
+
+
+@pytest.mark.parametrize("marks", [None, *THINKING_MARKS])
+@pytest.mark.parametrize("call_format", FORMATS)
+def test_marks_that_are_control_tokens(call_format: CallFormat, marks: ThinkingMarks | None) -> None:
+    tokenizer = tokenizer_of_control_tokens()
+    call = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]'
+    if call_format != "mistral":
+        call = written(call_format, ROME)
+    thought = "" if marks is None else f"{marks.begin}the fox{marks.end}\n\n"
+    tag = "<|python_tag|>" if call_format == "llama3" else ""
+    forced = matcher(call_format, "calls", marks, tokenizer=tokenizer)
+    text = matcher(call_format, "text", marks, tokenizer=tokenizer)
+    assert admits(forced, tokenizer, thought + call)
+    assert not admits(forced, tokenizer, thought + "The fox.")
+    for good in (call, tag + call, f"The fox. {tag}{call}", "The fox.", ""):
+        assert admits(text, tokenizer, thought + good), good
+    assert not admits(text, tokenizer, f"{thought}The fox. {tag}{call.replace('Rome', 'Bonn')}")
+    if marks is not None:
+        opened = matcher(call_format, "text", marks, is_thinking=True, tokenizer=tokenizer)
+        assert admits(opened, tokenizer, f"the fox{marks.end}The dog. {tag}{call}")
+        assert not admits(opened, tokenizer, "the fox")
 
 
 @pytest.mark.parametrize("call_format", FORMATS)
