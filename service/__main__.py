@@ -3,6 +3,7 @@
     serve         load a model and answer requests
     check         load a model, generate a little, and say how it went
     config show   print the settings in force, and where each came from
+    ps, meminfo, maps ID, trace, audit, top   look at a running server (operator_commands.py)
     openapi       print the description of the API
     bench NAME    measure something (bench/__main__.py)
 
@@ -32,6 +33,8 @@ import uvloop
 from service import logs
 from service.errors import ConfigurationError
 from service.openapi import document
+from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
+from service.operator_commands import main as run_operator_command
 from service.server import Failure, Server, check
 from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
@@ -56,6 +59,8 @@ def run(arguments: list[str]) -> int:
             return bench(arguments[1:])
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else EXIT_SETTINGS
+    if arguments[:1] and arguments[0] in OPERATOR_COMMANDS:
+        return run_operator_command(arguments)
     try:
         given = parser().parse_args(arguments)
     except SystemExit as end:  # argparse has said what is wrong, or has printed the help
@@ -109,6 +114,8 @@ def parser() -> Parser:
     add_flags(commands.add_parser("serve", help="load a model and answer requests", **serve))
     add_flags(commands.add_parser("check", help="load a model, generate a little, and exit"))
     commands.add_parser("bench", help="measure throughput, latency, kernels, swap", add_help=False)
+    for name, text in OPERATOR_COMMANDS.items():
+        commands.add_parser(name, help=f"of a running server: {text}", add_help=False)
     commands.add_parser("openapi", help="print the description of the API (OpenAPI 3.1)")
     config = commands.add_parser("config", help="look at the settings").add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=Parser

@@ -141,13 +141,14 @@ def pagemap(facts: Facts) -> str:
 def trace(facts: Facts) -> str:
     """/sys/kernel/tracing/trace."""
     lines = ["# tracer: nop", "#", "#           REQUEST-STEP     [TENANT]       TIMESTAMP: EVENT: place count"]
-    for event in facts["events"]:
-        task = f"{event['request'] or '-':>19}-{event['step']:<8}"
-        lines.append(
-            f"{task} [{event['tenant']}] {event['ts']:.3f}: {event['event']}: place={event['place']} "
-            f"count={event['count']}"
-        )
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, *map(trace_line, facts["events"]))) + "\n"
+
+
+def trace_line(event: Facts) -> str:
+    """One event."""
+    task = f"{event['request'] or '-':>19}-{event['step']:<8}"
+    what = f"{event['event']}: place={event['place']} count={event['count']}"
+    return f"{task} [{event['tenant']}] {event['ts']:.3f}: {what}"
 
 
 def tenant(facts: Facts) -> str:

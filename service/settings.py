@@ -26,7 +26,9 @@ from service.tenant_settings import TenantSettings, as_tables, read_tenants
 
 PREFIX = "PAGEWALK_"
 ADMIN_KEY_FILE = "PAGEWALK_ADMIN_API_KEY_FILE"
-OTHER_VARIABLES = ("PAGEWALK_CONFIG", ADMIN_KEY_FILE)
+ADMIN_URL = "PAGEWALK_ADMIN_URL"
+"""Where `pagewalk ps` and its siblings look. No setting of a server."""
+OTHER_VARIABLES = ("PAGEWALK_CONFIG", ADMIN_KEY_FILE, ADMIN_URL)
 SECRETS = ("api_key", "admin_api_key")
 
 
@@ -505,17 +507,25 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable not in known:
             raise SettingsError(f"{variable} is no setting{nearest(variable, [*known, *OTHER_VARIABLES])}")
         values[known[variable]] = text
-    if path := environ.get(ADMIN_KEY_FILE):
-        if "admin_api_key" in values:
-            raise SettingsError(f"{ADMIN_KEY_FILE} and {PREFIX}ADMIN_API_KEY are both set: use one")
-        try:
-            keys = Path(path).read_text("utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{ADMIN_KEY_FILE}: {path} cannot be read: {error}") from error
-        if len(keys) != 1:
-            raise SettingsError(f"{ADMIN_KEY_FILE}: {path} holds {len(keys)} keys")
-        values["admin_api_key"] = keys[0]
+    if (key := admin_key(environ)) is not None:
+        values["admin_api_key"] = key
     return values
+
+
+def admin_key(environ: Mapping[str, str]) -> str | None:
+    """The admin key that the environment names. Raises SettingsError."""
+    given, path = environ.get(f"{PREFIX}ADMIN_API_KEY") or None, environ.get(ADMIN_KEY_FILE)
+    if not path:
+        return given
+    if given is not None:
+        raise SettingsError(f"{ADMIN_KEY_FILE} and {PREFIX}ADMIN_API_KEY are both set: use one")
+    try:
+        keys = Path(path).read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{ADMIN_KEY_FILE}: {path} cannot be read: {error}") from error
+    if len(keys) != 1:
+        raise SettingsError(f"{ADMIN_KEY_FILE}: {path} holds {len(keys)} keys")
+    return keys[0]
 
 
 def _convert(field: Field, value: Any, origin: Origin) -> Any:
