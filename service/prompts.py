@@ -14,11 +14,11 @@ from typing import Any
 
 from service.answer_parts import Reading
 from service.call_readers import READERS
-from service.control_tokens import strings_in
 from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
 from service.served_model import ServedModel
+from service.tokenization import json_length
 
 CHARACTERS_PER_TOKEN = 128
 """The longest tokens of common vocabularies are runs of 128 spaces: no text has fewer tokens than length / 128."""
@@ -97,7 +97,7 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
     messages = template_messages(body)
     check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
     tools = _template_tools(body, model)
-    check_text_length(sum(map(len, strings_in(tools))), limits, param="tools")
+    check_text_length(json_length(tools), limits, param="tools")
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         template = model.tokenizer.template
@@ -163,7 +163,7 @@ def thinking_reading(ids: list[int], model: ServedModel) -> Reading:
     return Reading(thinking=thinking, is_thinking=is_thinking, marks=frozenset(thinking))
 
 
-def check_text_length(characters: int, limits: Limits, *, param: str) -> None:
+def check_text_length(characters: float, limits: Limits, *, param: str) -> None:
     """Refuse a text that no tokenizer could fit into the context, before work in proportion to it is done."""
     if characters > CHARACTERS_PER_TOKEN * limits.max_model_len:
         raise BadRequest(

@@ -11,6 +11,7 @@ Owns the `tokenizers` object of the model. Three promises:
 """
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ from service.answer_parts import thinking_marks_of
 from service.byte_detokenizer import ByteDetokenizer, IncrementalDecoder, TokenTexts
 from service.call_readers import CallFormat, CallFormatSetting, detected_format
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
-from service.control_tokens import ControlTokens, strings_in
+from service.control_tokens import ControlTokens
 from service.errors import BadRequest
 from service.token_bytes import TokenBytes
 
@@ -198,8 +199,7 @@ class Tokenizer:
                 add_special_tokens=add_special_tokens,
             )
 
-        size = sum(map(len, strings_in([list(messages), tools, kwargs]))) + 64 * len(messages)
-        if size <= OFF_LOOP_CHARACTERS:
+        if json_length([list(messages), tools, kwargs]) <= OFF_LOOP_CHARACTERS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._worker, render)
 
@@ -388,6 +388,14 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
+
+
+def json_length(value: Any) -> float:
+    """How long a JSON value is as text, in bytes: numbers count too. Infinite where that cannot be said."""
+    try:
+        return len(msgspec.json.encode(value))
+    except (RecursionError, UnicodeError):
+        return math.inf
 
 
 def _content(token: Any) -> str | None:

@@ -223,10 +223,10 @@ async def test_tools_that_are_refused(start: Start, asked: dict[str, Any], param
 
 async def test_long_tools_are_refused_unrendered(start: Start) -> None:
     server = await model_that(start, "ok")
-    tool = {"type": "function", "function": {"name": "f", "description": "a" * 300_000}}
-    answer = await server.chat(tools=[tool])
-    assert (answer.status, answer.error["param"]) == (400, "tools")
-    assert "maximum context length" in answer.error["message"]
+    for long in ({"description": "a" * 300_000}, {"parameters": {"enum": list(range(60_000))}}):
+        answer = await server.chat(tools=[{"type": "function", "function": {"name": "f", **long}}])
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "maximum context length" in answer.error["message"]
 
 
 async def test_models_without_tools_say_so(start: Start) -> None:

@@ -244,8 +244,10 @@ async def test_long_texts_are_encoded_off_the_loop(tokenizer: Tokenizer, monkeyp
     monkeypatch.setattr(Tokenizer, "_encode", encode)
     assert [await tokenizer.encode_async(text, add_special_tokens=True) for text in (short, long)] == expected
     await tokenizer.render_chat_async([{"role": "user", "content": long}])
+    await tokenizer.render_chat_async([{"role": "user", "content": short}], tools=[{"numbers": list(range(10_000))}])
+    await tokenizer.render_chat_async([{"role": "user", "content": short}])
     main = threading.main_thread()
-    assert [thread is main for thread in threads] == [True, False, False]
+    assert [thread is main for thread in threads] == [True, False, False, False, True]
 
 
 async def test_encoding_lets_the_loop_run(tokenizer: Tokenizer) -> None:
