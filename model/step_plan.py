@@ -49,6 +49,11 @@ class SamplingParameters(msgspec.Struct, frozen=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def bars_tokens(self) -> bool:
+        """Whether some tokens may not come."""
+        return bool(self.allowed_token_ids or self.bad_words or (self.min_tokens and self.barred_ids))
+
+    @property
     def needs_history(self) -> bool:
         """Whether the draw depends on the tokens before."""
         return self.has_penalties or any(len(word) > 1 for word in self.bad_words)

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from service.answer_parts import Content, Part, content_of
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
-from service.errors import Aborted, InternalError, QueueFull
+from service.errors import Aborted, BadRequest, InternalError, QueueFull
 from service.logprobs import ScoredToken
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
@@ -281,6 +281,8 @@ def _check_end(ended: Ended) -> None:
     """Raises what tells the client that the server gave the Sequence up: a finish reason would look like an answer."""
     if ended.retry_after_s is not None:
         raise QueueFull(ended.message, retry_after_s=ended.retry_after_s)
+    if ended.is_refused:
+        raise BadRequest(ended.message)
     if ended.reason == "error":
         raise InternalError(ended.message or "The server failed while it worked on this request.")
     if ended.reason == "abort":

@@ -374,9 +374,8 @@ class Engine:
 
     def _refuse(self, message: Submit, front_end: int, why: str, retry_after_s: int | None = None) -> None:
         ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
-        self._deliver(
-            front_end, TokenBatch(self._step, [], [], [Ended(id_, "error", why, retry_after_s) for id_ in ids])
-        )
+        refused = [Ended(id_, "error", why, retry_after_s, is_refused=retry_after_s is None) for id_ in ids]
+        self._deliver(front_end, TokenBatch(self._step, [], [], refused))
 
     def _release(self, held: Held) -> None:
         """Its grammar is there, or will not be: it is read before the next step."""

@@ -135,6 +135,7 @@ class Ended(msgspec.Struct, frozen=True):
     reason: EndReason
     message: str = ""  # for reason "error": what to tell the client
     retry_after_s: int | None = None  # it has never begun, because the queue is full: when to try again
+    is_refused: bool = False  # for reason "error": what was asked cannot be done, and the server is not to blame
     end_token: int = -1  # the end id that was sampled, for reason "stop"
     output_tokens: int = 0
     cached_tokens: int = 0

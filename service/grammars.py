@@ -48,10 +48,12 @@ WHITESPACE = r"[ \n\r\t]{1,40}"
 """What may stand between two parts of a JSON text. Bounded: some models like whitespace, and would never end."""
 
 LIMITS = LLParserLimits(
+    max_items_in_row=20_000,  # a schema of 2,500 optional properties takes 10,000
     max_lexer_states=50_000,  # 1 to 2 kB each
     verbose_errors=False,  # they hold the output so far
 )
-"""The other limits are the compiler's own: they bound compiling to about a second and a mask to about 20 ms."""
+"""The other limits are the compiler's own. Of what was tried to be slow within them, the slowest took a second of one
+core to compile, and 40 ms for its slowest mask; usual masks take 10 to 300 us."""
 
 
 class GrammarRefused(Exception):
@@ -61,13 +63,14 @@ class GrammarRefused(Exception):
 class Matcher:
     """Where one Sequence stands in its grammar. Not for two threads at once."""
 
-    __slots__ = ("_end_ids", "_inner", "_model_ends", "error", "is_complete")
+    __slots__ = ("_end_ids", "_inner", "_model_ends", "error", "is_complete", "mask_words")
 
-    def __init__(self, inner: LLMatcher, end_ids: Sequence[int], model_ends: Sequence[int]) -> None:
+    def __init__(self, inner: LLMatcher, end_ids: Sequence[int], model_ends: Sequence[int], mask_words: int) -> None:
         """end_ids: any of these ends the Sequence, so they may come wherever its text may end. model_ends: the model's
-        own, which may come nowhere else.
+        own, which may come nowhere else. mask_words: int32 words of a mask.
         """
         self._inner = inner
+        self.mask_words = mask_words
         self._end_ids = np.array(end_ids, np.int64)
         self._model_ends = np.array(model_ends, np.int64)
         self.is_complete = False  # the text is whole, and nothing can follow: the Sequence is over
@@ -89,7 +92,7 @@ class Matcher:
             self.is_complete = True
 
     def fill(self, mask: Int32Array) -> None:
-        """Set bit id % 32 of word id // 32 of `mask` for each token that may come next, clear the others.
+        """Set bit id % 32 of word id // 32 of `mask` (mask_words,) for each token that may come next, clear the others.
 
         A Sequence that is over, or turns out to be, gets all: no step will use what it samples.
         """
@@ -123,7 +126,7 @@ class Matcher:
 
     def copy(self, end_ids: Sequence[int]) -> "Matcher":
         """One that stands at the same place and goes on by itself, in a Sequence that any of `end_ids` ends."""
-        twin = Matcher(self._inner.deep_copy(), end_ids, self._model_ends.tolist())
+        twin = Matcher(self._inner.deep_copy(), end_ids, self._model_ends.tolist(), self.mask_words)
         twin.is_complete, twin.error = self.is_complete, self.error
         return twin
 
@@ -131,14 +134,15 @@ class Matcher:
 class Grammar:
     """A compiled constraint."""
 
-    def __init__(self, inner: LLMatcher, end_ids: Iterable[int]) -> None:
+    def __init__(self, inner: LLMatcher, end_ids: Iterable[int], mask_words: int) -> None:
         """end_ids: of the model."""
         self._inner = inner
         self._model_ends = list(end_ids)
+        self._mask_words = mask_words
 
     def start(self, end_ids: Sequence[int]) -> Matcher:
         """For a Sequence that any of `end_ids` ends."""
-        return Matcher(self._inner.deep_copy(), end_ids, self._model_ends)
+        return Matcher(self._inner.deep_copy(), end_ids, self._model_ends, self._mask_words)
 
 
 class Grammars:
@@ -147,7 +151,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
         """vocabulary: ids that the model's logits have; end_ids: of the model."""
         self._tokenizer = tokenizer
-        self._vocabulary = max(vocabulary, tokenizer.vocabulary)
+        self._vocabulary = max(vocabulary, tokenizer.vocabulary)  # a tokenizer may have ids that its model lacks
         self._end_ids = list(end_ids)
         self._prepared: LLTokenizer | None = None  # takes up to a second: made when it is first needed
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -213,9 +217,9 @@ class Grammars:
         matcher = LLMatcher(self._prepared, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarRefused(_told(matcher.get_error()))
-        grammar = Grammar(matcher, self._end_ids)
+        grammar = Grammar(matcher, self._end_ids, -(-self._vocabulary // 32))
         first = grammar.start([])
-        first.fill(np.empty(-(-self._vocabulary // 32), np.int32))  # finds more faults, and readies what it needs again
+        first.fill(np.empty(first.mask_words, np.int32))  # finds more faults, and readies what it needs again
         if first.error:
             raise GrammarRefused(first.error)
         if first.is_complete:
@@ -241,7 +245,7 @@ class MaskWorker:
         self, sampled: Sequence[tuple[Matcher, int]], following: Sequence[Matcher], masks: Int32Array
     ) -> None:
         """Off the event loop: advance Matchers by the tokens of one step, then fill masks[i] for following[i], those
-        that the next step samples under.
+        that the next step samples under. masks (N or more, words of the model's own vocabulary).
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._turn, sampled, following, masks)
 
@@ -252,6 +256,16 @@ class MaskWorker:
     def _turn(self, sampled: Sequence[tuple[Matcher, int]], following: Sequence[Matcher], masks: Int32Array) -> None:
         for matcher, token in sampled:
             matcher.advance(token)
+        if not following:
+            return
+        if (words := following[0].mask_words) == masks.shape[1]:
+            self._fill(following, masks)
+        else:
+            filled = np.empty((len(following), words), np.int32)
+            self._fill(following, filled)
+            masks[: len(following)] = filled[:, : masks.shape[1]]
+
+    def _fill(self, following: Sequence[Matcher], masks: Int32Array) -> None:
         if len(following) <= FEW_ROWS:
             for matcher, mask in zip(following, masks, strict=False):
                 matcher.fill(mask)
@@ -282,8 +296,7 @@ def _source_of(constraint: Constraint) -> str:
             case "json_object":
                 return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=spelling)
             case "json_schema":
-                check_schema(msgspec.json.decode(constraint.text))
-                return LLMatcher.grammar_from_json_schema(constraint.text, overrides=spelling)
+                return LLMatcher.grammar_from_json_schema(_schema_of(constraint.text), overrides=spelling)
             case "regex":
                 return LLMatcher.grammar_from_regex(constraint.text)
             case "choice":
@@ -298,6 +311,15 @@ def _source_of(constraint: Constraint) -> str:
         raise GrammarRefused("it is nested too deeply") from None
     except ValueError as error:  # also of msgspec, and of the compiler's own reading of JSON
         raise GrammarRefused(f"it cannot be read: {error}") from None
+
+
+def _schema_of(text: str) -> str:
+    """A schema as the compiler takes it: it wants an object. Raises SchemaRefused and ValueError."""
+    schema = msgspec.json.decode(text)
+    check_schema(schema)
+    if schema is False:
+        raise SchemaRefused("nothing satisfies the schema false")
+    return "{}" if schema is True else text
 
 
 def _bits(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> "np.ndarray[Any, np.dtype[np.uint32]]":

@@ -5,6 +5,8 @@ looked at before it sees a schema: a keyword that would be ignored is refused, a
 """
 
 from collections.abc import Iterator
+from fractions import Fraction
+from math import lcm
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -13,6 +15,10 @@ from service.errors import quoted
 MAX_DEPTH = 64
 """Levels of a schema: schemas in schemas, counted through references. A reference back to a schema that is around it
 adds none, so schemas may be recursive."""
+
+MAX_MULTIPLE = 100_000
+"""Of the least common multiple of all multipleOf in a schema, in units of their last decimal: the compiler counts
+remainders one by one, and keeps 350 bytes of each."""
 
 OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names -> schemas
 LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
@@ -32,12 +38,15 @@ class SchemaRefused(Exception):
 
 def check_schema(root: Any) -> None:
     """`root`: what a JSON text was decoded to. Raises SchemaRefused."""
+    multiples: list[Fraction] = []
     heights: dict[int, int] = {}  # of schemas that are done, by identity
     open_: dict[int, int] = {}  # those that are being looked at, outermost first -> their height so far
     stack: list[tuple[Any, Iterator[tuple[Any, str]]]] = []
 
     def enter(schema: Any, path: str) -> None:
         stack.append((schema, _subschemas(schema, path, root)))
+        if isinstance(schema, dict) and "multipleOf" in schema:
+            multiples.append(_multiple(schema["multipleOf"], path))
         open_[id(schema)] = 1
 
     enter(root, "$")
@@ -60,6 +69,16 @@ def check_schema(root: Any) -> None:
             enter(child, where)
         if len(stack) > MAX_DEPTH or open_[id(schema)] > MAX_DEPTH:
             raise SchemaRefused(f"the schema is nested more than {MAX_DEPTH} levels deep")
+
+    unit = lcm(*(each.denominator for each in multiples))
+    if lcm(*(int(each * unit) for each in multiples)) > MAX_MULTIPLE:
+        raise SchemaRefused(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+
+
+def _multiple(value: Any, path: str) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise SchemaRefused(f"multipleOf must be a number above 0, got {quoted(value, 40)} - at `{_short(path)}`")
+    return Fraction(repr(value))
 
 
 def _subschemas(schema: Any, path: str, root: Any) -> Iterator[tuple[Any, str]]:

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from service.grammars import Grammar, Matcher
 
 NOT_FINITE = "the model produced numbers that are not finite for this request"
-NOTHING_LEFT = "no token may come next by both the grammar and the other fields, or the numbers are not finite"
+NOTHING_LEFT = "The grammar and the fields that bar tokens have together left none that may come next."
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,17 @@ class Scheduler:
         if sequence.group is not None:
             self._beams.fail(sequence.group, NOT_FINITE, now, committed)
         else:
-            committed.ended.append((sequence, self.end(sequence, "error", now, message=_why_it_failed(sequence))))
+            committed.ended.append((sequence, self._end_failed(sequence, now)))
+
+    def _end_failed(self, sequence: Sequence, now: float) -> Ended:
+        """End one whose row has failed: its numbers are not finite, or by its grammar no token can come."""
+        error = "" if sequence.matcher is None else sequence.matcher.error
+        if error:
+            message = f"The output cannot go on in its grammar: {error}."
+            return self.end(sequence, "error", now, message=message, is_refused=True)
+        if sequence.matcher is not None and sequence.sampling.bars_tokens:
+            return self.end(sequence, "error", now, message=NOTHING_LEFT, is_refused=True)
+        return self.end(sequence, "error", now, message=NOT_FINITE)
 
     # --- ends that no step brings
 
@@ -696,8 +706,7 @@ class Scheduler:
             if sequence is None:
                 continue
             if result.failed[place]:
-                message = _why_it_failed(sequence)
-                committed.ended.append((sequence, self.end(sequence, "error", now, message=message)))
+                committed.ended.append((sequence, self._end_failed(sequence, now)))
                 continue
             token, scores = int(result.tokens[place]), None
             if sequence.sampling.logprobs >= 0:
@@ -708,10 +717,3 @@ class Scheduler:
             if reason := self.sequences.give(sequence, token, now):
                 end_token = token if token in sequence.end_ids else -1
                 committed.ended.append((sequence, self.end(sequence, reason, now, end_token=end_token)))
-
-
-def _why_it_failed(sequence: Sequence) -> str:
-    if sequence.matcher is None:
-        return NOT_FINITE
-    error = sequence.matcher.error
-    return f"the output cannot go on in its grammar: {error}" if error else NOTHING_LEFT
