@@ -103,3 +103,23 @@ async def test_the_official_client_parses_arguments(house: RealHouse) -> None:
     for answer in (parsed, streamed):
         (call,) = answer.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, PlanTrip)
+
+
+async def test_the_demo_model_calls_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2 has not learned to call tools; held to the form, it finds the arguments."""
+    template = Path(__file__).parents[1] / "compat" / "tools.jinja"
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    weather = {"name": "get_weather", "description": "The weather of a city.", "parameters": schema, "strict": True}
+    body = {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "temperature": 0, "max_tokens": 80,
+        "tools": [{"type": "function", "function": weather}], "tool_choice": "required", "parallel_tool_calls": False,
+    }  # fmt: skip
+    async with real_house(
+        monkeypatch, Path("smollm2"), load_format="auto", chat_template=str(template), max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+    ) as house:  # fmt: skip
+        (choice,) = (await house.post("/v1/chat/completions", body))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_weather", {"city": "Paris"})
+    assert choice["finish_reason"] == "tool_calls"
