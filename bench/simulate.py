@@ -1,7 +1,9 @@
 """Replays a workload against the memory manager alone: no model, no device, no clock. What memory does over time.
 
     python -m bench.simulate [WORKLOAD ...] [--frames N | --pool-share S] [--slots N] [--rows 256] [--no-cache]
-                             [--plot FILE.png]        (without WORKLOAD: chat-1000, shared-prefix-512, parallel-n6-200)
+                             [--overtakes N] [--plot FILE.png]
+
+Without WORKLOAD: chat-1000, shared-prefix-512, parallel-n6-200. many-prefixes-400: 16 system prompts, random order.
 
 All requests come at once and run as a server would run them: decodes first, then prefill chunks under a token budget,
 admission while there is room, preemption when there is none, swaps that take a step. Per step this prints how much of
@@ -19,12 +21,14 @@ import argparse
 import json
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from bench import workload
 from mm import Action, AddressSpace, Candidates, MemoryManager, OutOfFrames, OutOfSwapSlots, SwapOrders, pages_for
+from service.cache_order import FRESH_STEPS, WINDOW, overtake, preferred
 
 VOCABULARY = 32_000
 DEFAULT = ["chat-1000", "shared-prefix-512", "parallel-n6-200"]
@@ -77,6 +81,9 @@ class Run:
     forks: int
     space: AddressSpace | None = None
     preemptions: int = 0
+    overtaken: int = 0
+    cached_share: float = 0.0
+    share_known: int = -FRESH_STEPS - 1
 
 
 class Replay:
@@ -91,11 +98,13 @@ class Replay:
         rows: int = 256,
         budget: int = 2_048,
         use_cache: bool = True,
+        most_overtaken: int = 0,
     ) -> None:
         self.longest = max(len(item.prompt_ids) + item.output_len for item in items)
         self.memory = MemoryManager(frames=frames, max_rows=rows, max_pages=pages_for(self.longest, 16), slots=slots)
         self.budget = budget
         self.use_cache = use_cache
+        self.most_overtaken = most_overtaken
         self.timeline = Timeline()
         self.step = 0
         self.computed = 0
@@ -170,7 +179,8 @@ class Replay:
     def _admit(self) -> None:
         memory = self.memory
         while self.waiting and not memory.tables.barred.any():
-            run = self.waiting[0]
+            place = self._next()
+            run = self.waiting[place]
             promised_rows = sum(other.forks for other in self.runs if other is not None)
             if memory.tables.free_rows - promised_rows < 1 + run.forks:
                 return
@@ -184,8 +194,25 @@ class Replay:
             running = int(np.count_nonzero(self.total))
             if needed + running * (1 + run.forks) > memory.available_frames and running:
                 return
-            self.waiting.popleft()
+            overtake(list(islice(self.waiting, place)))
+            del self.waiting[place]
             self._enter(run, memory.create(f"request {run.arrival}", match=match, max_tokens=len(run.tokens)))
+
+    def _next(self) -> int:
+        """The place in the queue of whom to admit: while frames are short, by what is cached, as in a server."""
+        memory, first = self.memory, self.waiting[0]
+        if not self.most_overtaken or pages_for(first.prompt, 16) <= memory.free_frames:
+            return 0
+
+        def share_of(run: Run) -> float:
+            if run.preemptions or run.forks:
+                return -1.0
+            if self.step - run.share_known > FRESH_STEPS:
+                run.cached_share = memory.lookup(memory.chain(run.tokens[: run.prompt])).cached_tokens / run.prompt
+                run.share_known = self.step
+            return run.cached_share
+
+        return preferred(list(islice(self.waiting, WINDOW)), 0, share_of, self.most_overtaken)
 
     def _fork(self, row: int) -> None:
         """The prompt is computed: its other continuations begin."""
@@ -406,6 +433,7 @@ def main() -> None:
     parser.add_argument("--pool-share", type=float, default=1.0, help="size of the pool, as a share of the demand")
     parser.add_argument("--slots", type=int, default=0, help="swap slots")
     parser.add_argument("--rows", type=int, default=256, help="Sequences that run at once")
+    parser.add_argument("--overtakes", type=int, default=0, help="how often one may be overtaken by cached prompts")
     parser.add_argument("--no-cache", action="store_true", help="without the prefix cache")
     parser.add_argument("--beam", type=int, default=0, metavar="WIDTH", help="beam search on 40 rows of each workload")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
@@ -417,7 +445,12 @@ def main() -> None:
             results.append({"workload": name, "beam": chosen.beam, "saved_pct": beam(name, chosen.beam, 40)})
             print(results[-1])
             continue
-        more = {"slots": chosen.slots, "rows": chosen.rows, "use_cache": not chosen.no_cache}
+        more = {
+            "slots": chosen.slots,
+            "rows": chosen.rows,
+            "use_cache": not chosen.no_cache,
+            "most_overtaken": chosen.overtakes,
+        }
         done = replay(name, limit=chosen.limit, pool_share=chosen.pool_share, frames=chosen.frames, **more)
         replays[name] = done
         results.append(asdict(done.summary(name)))

@@ -11,6 +11,7 @@ import numpy as np
 from mm import Lack, MemoryManager, Namespace, OverCommit, PrefixMatch, Room, pages_for
 from mm.addresses import Int32Array
 from service.beams import Beams
+from service.cache_order import FRESH_STEPS, overtake, preferred
 from service.pace import LEAST_CHUNK, Pace, StepBudget
 from service.request import Sequence, State
 from service.sequences import Sequences, row_of, space_of
@@ -58,6 +59,7 @@ class Admission:
         prefix_caching: bool,
         pace: Pace | None,
         by_priority: bool = False,
+        most_overtaken: int = 0,
     ) -> None:
         self._memory = memory
         self._sequences = sequences
@@ -70,6 +72,9 @@ class Admission:
         self._pace = pace
         self.stalls = 0  # times that a Sequence began to wait for frames, since the start
         self._by_priority = by_priority
+        self._most_overtaken = most_overtaken if prefix_caching else 0
+        self._looks = 0  # at the queue
+        self._passed: list[Sequence] = []  # by the one that is looked at
         self._short: list[Sequence] = []  # whom the last look at the queue found short of frames
         self._held: set[str] = set()  # tenants with Sequences in swap that their limits do not let back
 
@@ -120,12 +125,14 @@ class Admission:
         if not self._by_priority:
             return
         short, self._short = self._short, []
-        for first in self._sequences.waiting.firsts():
-            if first.in_flight or self._stands_aside(first):
+        short_of = {sequence.tenant: sequence for sequence in short}
+        for whose in self._sequences.waiting.firsts():
+            first = short_of.get(whose.tenant, whose)  # one of the same level may have overtaken it
+            if first not in self._sequences.waiting or first.in_flight or self._stands_aside(first):
                 continue
             lacking = self._places_lacking(first)
             if (lacking > 0 and self._victims.make_place_for(first, lacking)) or (
-                lacking <= 0 and first in short and self._victims.make_room_for(first, first.missing_frames)
+                lacking <= 0 and first.tenant in short_of and self._victims.make_room_for(first, first.missing_frames)
             ):
                 first.blocked_at = first.held_at = -1
                 self._sequences.waiting.remove(first)  # so that no other tenant's turn takes what it got
@@ -190,7 +197,8 @@ class Admission:
         room = self._room_beside_prompts(decodes)
         passed_by = set(self._held)
         awaiting = 0
-        for sequence in self._sequences.waiting.in_order(LOOKED_AT, passed_by):
+        self._looks += 1
+        for sequence in self._sequences.waiting.in_order(LOOKED_AT, passed_by, self._choose):
             tenant, family = tenants.id(sequence.tenant), sequence.family
             free = room.pool_for(tenant)
             if budget.grant(0, LEAST_CHUNK) <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
@@ -235,6 +243,7 @@ class Admission:
                 self._note_stall(sequence)
                 sequence.blocked_at = free
                 break
+            overtake(self._passed)
             room.take(tenant, beginning.frames)
             if sequence.state is not State.RUNNING:
                 passed_by.add(sequence.tenant)
@@ -244,6 +253,35 @@ class Admission:
                 chunks.append((sequence, count))
                 budget.take(start, count)
         return chunks
+
+    def _choose(self, queue: list[Sequence], first: int) -> int:
+        """Whom of a tenant's queue to look at next: while frames are short, by what is cached (rule 14)."""
+        self._passed = []
+        if not self._most_overtaken:
+            return first
+        whose = queue[first]
+        pages = pages_for(len(whose.tokens), self._memory.page_size)
+        if pages <= self._memory.free_frames or self._taken_places >= self._max_running:
+            return first  # nothing would be evicted for it; or it is not its turn yet
+
+        def share_of(sequence: Sequence) -> float:
+            if not self._may_overtake(sequence) or sequence.priority != whose.priority:
+                return -1.0
+            if self._looks - sequence.share_known > FRESH_STEPS:
+                match = self._look_up(sequence)
+                sequence.cached_share = 0.0 if match is None else match.cached_tokens / len(sequence.tokens)
+                sequence.share_known = self._looks
+            return sequence.cached_share
+
+        chosen = preferred(queue, first, share_of, self._most_overtaken)
+        self._passed = queue[first:chosen]
+        return chosen
+
+    @staticmethod
+    def _may_overtake(sequence: Sequence) -> bool:
+        """Those that have run come first anyway, and relatives go one after the other."""
+        is_new = sequence.place[1] > 0
+        return is_new and sequence.family is None and sequence.group is None and not sequence.is_scoring
 
     def _note_stall(self, sequence: Sequence) -> None:
         if sequence.blocked_at < 0 and sequence.held_at < 0:

@@ -111,6 +111,7 @@ def assemble(
         finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
         prefix_caching=settings.enable_prefix_caching,
         ageing_s=settings.priority_ageing_s if settings.scheduling_policy == "priority" else None,
+        most_overtaken=settings.max_overtakes,
         max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
     )
     scheduler = Scheduler(memory, bounds)

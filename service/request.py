@@ -71,6 +71,9 @@ class Sequence:
     place: tuple[float, int] = (0.0, 0)  # in the queue, while it waits (waiting.py)
     blocked_at: int = -1  # frames of the pool that it could have when it last did not fit
     held_at: int = -1  # frames that its tenant's limits left it when it last did not fit into these
+    overtaken: int = 0  # times that one behind it was admitted first, for what that had in the page cache
+    cached_share: float = 0.0  # of its tokens, when it was last looked up for that ...
+    share_known: int = -(1 << 30)  # ... which was this look at the queue (cache_order.py)
     missing_frames: int = 0  # how many more it needed in either case
     cached_of_row: int = 0  # tokens that were cached when it last entered a row
     cached_tokens: int = 0  # the same, the first time: what the client is told

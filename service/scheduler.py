@@ -38,6 +38,7 @@ Rules, cited by number below:
  12. By priority, "older" above means an earlier turn: a level less urgent counts as `ageing_s` later. Who waits may
      then take the place or the frames of a running one of its tenant with a later turn and a less urgent level.
  13. Between tenants whoever has had least for its weight is next in the queue (shares.py), whatever the priorities.
+ 14. While frames are short, one of the next in turn whose prompt is cached may overtake (cache_order.py).
 """
 
 import heapq
@@ -89,6 +90,7 @@ class SchedulerSettings:
     finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
     prefix_caching: bool = True  # whether requests may read and fill the page cache
     max_gap_s: float | None = None  # between two tokens of a Sequence (pace.py)
+    most_overtaken: int = 0  # times that a waiting one may be overtaken for what others have cached (rule 14)
     ageing_s: float | None = None  # of waiting make a level of priority (rule 12); None: priorities mean nothing
 
 
@@ -138,6 +140,7 @@ class Scheduler:
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
             pace=self._pace,
+            most_overtaken=settings.most_overtaken,
             by_priority=settings.ageing_s is not None,
         )
 

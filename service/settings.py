@@ -216,6 +216,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Seconds,
         About("Batching", "with --scheduling-policy priority: waiting so long makes up for one level", "SECONDS"),
     ] = msgspec.field(default=30.0, name="priority_ageing")
+    max_overtakes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        About(
+            "Batching",
+            "how often a waiting request may be overtaken, while memory is short, by others whose prompts are cached; "
+            "0: never",
+            "N",
+        ),
+    ] = 32
     max_queue_requests: Annotated[
         Positive,
         About("Batching", "requests that may wait for their turn, each choice counted; more are answered 429", "N"),

@@ -79,9 +79,15 @@ class WaitingQueue:
         if not queue:
             del self._by_tenant[sequence.tenant]
 
-    def in_order(self, most: int, passed_by: Container[str] = ()) -> Iterator[Sequence]:
+    def in_order(
+        self,
+        most: int,
+        passed_by: Container[str] = (),
+        choose: Callable[[list[Sequence], int], int] | None = None,
+    ) -> Iterator[Sequence]:
         """Up to `most` in order, without the tenants in `passed_by`, which may grow meanwhile.
 
+        choose(queue, first): the place in a tenant's queue, from `first` on, of whom to give out before the others.
         Who has been given out may be removed before the next one is asked for; nobody may be added.
         """
         if most < 1:
@@ -94,6 +100,8 @@ class WaitingQueue:
             if tenant in passed_by:
                 continue
             queue = looked_at[tenant]
+            if choose is not None and (chosen := choose(queue, number)) > number:
+                queue.insert(number, queue.pop(chosen))
             yield queue[number]
             most -= 1
             if number + 1 < len(queue):
