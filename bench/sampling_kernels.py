@@ -14,7 +14,7 @@ import torch
 from bench.graph_timing import graph_us
 from cuda.adjust import Adjust
 from cuda.launch import DeviceLoader
-from cuda.sample import Sample, StepResults, are_weighed
+from cuda.sample import Sample, StepResults, want_all_logits
 from cuda.scatter import SETTING_WORDS, DeviceState
 from model.cuda_rows import CudaRows
 from model.step_plan import RowSettings, SamplingParameters
@@ -71,7 +71,7 @@ def launch_of(
         np.arange(batch, dtype=np.int32), [parameters] * batch, np.full(batch, HISTORY // 2, np.int32), histories
     )
     settings = table.store(given).settings
-    weighs = bool(are_weighed(settings, vocabulary).any())
+    weighs = bool(want_all_logits(settings, vocabulary).any())
     state.settings.copy_(torch.from_numpy(settings.view(np.int32).reshape(-1, SETTING_WORDS)))
     state.rows.copy_(torch.arange(batch))
     state.samples.fill_(1)

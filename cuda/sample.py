@@ -29,14 +29,16 @@ FEW_SEQUENCES = 32
 
 MAX_VOCABULARY = 1 << 19
 GREEDY_BELOW = np.float32(1e-5)  # temperatures; sampling.cuh
+MANY = 128  # a top-k beyond is left to a team; sampling.cuh
 RESULT_HEADER_WORDS = 16
 MAX_LIKELIEST = 32
 RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
 
-# scan.cu, weigh.cu
-SCAN_BLOCKS = 4  # of a multiprocessor
+TILE_QUADS, SEGMENTS_OF_TILE = 128, 8  # sampling.cuh
+# weigh.cu
+WEIGH_BLOCKS = 4  # of a multiprocessor
 QUADS_AT_ONCE = 4 * THREADS
-MAX_PARTS = 19  # of a row: the candidates of more would be too many
+MAX_PARTS = 19  # of a row: finish.cu looks at the spans of them all at once
 SCAN_WORDS = 4
 CANDIDATE_WORDS = 2 * LARGEST_TEAM * 384
 SPAN_WORDS = 8
@@ -150,17 +152,23 @@ class _Teams:
         kernel.launch(stream, teams * blocks, *arguments)
 
 
-def sample_bytes(sequences: int) -> int:
+def segments_of(vocabulary: int) -> int:
+    """Segments of a row, wherever it begins in its first quad."""
+    quads = (vocabulary + 6) // 4
+    return SEGMENTS_OF_TILE * -(-quads // TILE_QUADS)
+
+
+def sample_bytes(sequences: int, vocabulary: int) -> int:
     """Device memory of a Sample."""
-    return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + SPANS * SPAN_WORDS + 3)
+    return 4 * sequences * (SCAN_WORDS + CANDIDATE_WORDS + SPANS * SPAN_WORDS + segments_of(vocabulary) + 3)
 
 
-def are_weighed(settings: SettingsArray, vocabulary: int) -> BoolArray:
-    """(N,) which rows draw among all tokens, or by top-p among them: sampling.cuh, is_weighed."""
-    draws = (settings["temperature"] >= GREEDY_BELOW) & (settings["log_probs"] < 0)
+def want_all_logits(settings: SettingsArray, vocabulary: int) -> BoolArray:
+    """(N,) which rows want more than their largest logits: is_weighed and needs_team of sampling.cuh."""
+    draws = settings["temperature"] >= GREEDY_BELOW
     has_top_k = (settings["top_k"] > 0) & (settings["top_k"] < vocabulary)
-    is_plain = (settings["least_mass"] == 0) & (settings["typical_p"] >= 1.0)
-    return draws & ~has_top_k & ((settings["top_p"] < 1.0) | is_plain)
+    has_few = np.where(has_top_k, settings["top_k"] <= MANY, (settings["top_p"] == 1.0) & (settings["least_mass"] > 0))
+    return (settings["log_probs"] >= 0) | (draws & ~has_few)
 
 
 class Sample:
@@ -171,15 +179,17 @@ class Sample:
             raise ShapeMismatch(f"results of {results.capacity} sequences for steps of {state.max_sequences}")
         self.state, self.results, self.vocabulary = state, results, vocabulary
         self._sample = _Teams(loader, "sample", "PPPPPPPPPii", vocabulary)
-        (self._scan,) = loader.load("scan.cu", [KernelSpec("scan", "PPPPPPPi", THREADS, overlap=True)])
+        (self._scan,) = loader.load("scan.cu", [KernelSpec("scan", "PPPPPPPii", THREADS, overlap=True)])
         weigh = KernelSpec("weigh", "PPPPPPPi", THREADS, overlap=True)
         gather = KernelSpec("gather", "PPPPPPPPi", THREADS, overlap=True)
         self._weigh, self._gather = loader.load("weigh.cu", [weigh, gather])
-        finish = KernelSpec("finish", "PPPPPPPPPPPPPPPPiii", THREADS, shared_bytes=FIXED_BYTES, overlap=True)
+        finish = KernelSpec("finish", "PPPPPPPPPPPPPPPPPiiii", THREADS, shared_bytes=FIXED_BYTES, overlap=True)
         (self._finish,) = loader.load("finish.cu", [finish])
-        self._blocks = SCAN_BLOCKS * loader.multiprocessors
+        self._blocks = WEIGH_BLOCKS * loader.multiprocessors
         device = state.upload.device
         self._scans = torch.zeros(state.max_sequences, SCAN_WORDS, dtype=torch.int32, device=device)
+        self._segments = segments_of(vocabulary)
+        self._maxima = torch.empty(state.max_sequences, self._segments, device=device)
         self._candidates = torch.empty(state.max_sequences, CANDIDATE_WORDS, dtype=torch.int32, device=device)
         self._spans = torch.empty(state.max_sequences, SPANS, SPAN_WORDS, dtype=torch.int32, device=device)
         self._outcome = torch.zeros(2, results.capacity, dtype=torch.int32, device=device)
@@ -193,8 +203,8 @@ class Sample:
 
         logits (padded_sequences, V) float32, row s of sequence s, adjusted; masked (max_sequences,) int32: what
         cuda.adjust says of them. Rows that do not sample are not read. weighs: whether one that does may be among
-        `are_weighed`. Every step ends with this call, also one in which nobody samples: it reports the failed flags,
-        and clears them.
+        those of `want_all_logits`. Every step ends with this call, also one in which nobody samples: it reports the
+        failed flags, and clears them.
         """
         state, results = self.state, self.results
         check_tensor("logits", logits, (padded_sequences, self.vocabulary), torch.float32)
@@ -204,8 +214,8 @@ class Sample:
         parts = max(1, min(self._blocks // padded_sequences, most, MAX_PARTS))
         grid = parts, padded_sequences
         self._scan.launch(
-            stream, grid, logits, state.rows, state.samples, state.settings, self._scans,
-            self._candidates, self._queue, self.vocabulary,
+            stream, (self._parts_of_scan(padded_sequences), padded_sequences), logits, state.rows, state.samples,
+            state.settings, self._scans, self._maxima, self._queue, self.vocabulary, self._segments,
         )  # fmt: skip
         if weighs:
             self._weigh.launch(
@@ -216,15 +226,22 @@ class Sample:
                 stream, grid, logits, state.rows, state.samples, state.settings, self._scans, self._spans,
                 self._candidates, self._queue, self.vocabulary,
             )  # fmt: skip
-        self._sample.launch(
-            stream, padded_sequences, logits, state.rows, state.lengths, state.settings, self._queue, masked,
-            state.upload, self._outcome, results.tensor, self.vocabulary, results.capacity, in_turn=True,
-        )  # fmt: skip
+            self._sample.launch(
+                stream, padded_sequences, logits, state.rows, state.lengths, state.settings, self._queue, masked,
+                state.upload, self._outcome, results.tensor, self.vocabulary, results.capacity, in_turn=True,
+            )  # fmt: skip
         self._finish.launch(
             stream, padded_sequences, logits, state.rows, state.samples, state.lengths, state.settings, self._scans,
-            self._spans, self._candidates, self._queue, masked, state.failed, state.last_tokens, state.upload,
-            self._outcome, results.tensor, self._ticket, self.vocabulary, results.capacity, parts,
+            self._maxima, self._spans, self._candidates, self._queue, masked, state.failed, state.last_tokens,
+            state.upload, self._outcome, results.tensor, self._ticket, self.vocabulary, results.capacity, parts,
+            self._segments,
         )  # fmt: skip
+
+    def _parts_of_scan(self, sequences: int) -> int:
+        """Blocks for a row: a warp of theirs looks at one tile if there are few rows, else at two."""
+        tiles = self._segments // SEGMENTS_OF_TILE
+        parts = -(-tiles // (THREADS // 32))
+        return parts if sequences * parts <= self._blocks else -(-parts // 2)
 
 
 class LogProbRecords:

@@ -480,7 +480,7 @@ def _buffer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, sequence
     parts = part_floats(config.heads, config.head_dim) * 4
     last = (2 * config.hidden + config.heads * config.head_dim) * dtype.itemsize
     logits = sequences * (config.vocabulary * 4 + last)
-    tables = adjust_bytes(sequences, config.vocabulary) + sample_bytes(sequences)
+    tables = adjust_bytes(sequences, config.vocabulary) + sample_bytes(sequences, config.vocabulary)
     return tokens * widths * dtype.itemsize + logits + angles + parts + tables
 
 

@@ -38,7 +38,7 @@ class CudaStep:
     decodes: int  # leading sequences that decode, with padding
     prefill_blocks: int  # work items of the prefill kernel; 0: nobody prefills
     has_groups: bool = False  # decodes begin with what CudaKernels.shared_prefix holds
-    weighs: bool = True  # a row may sample by the mass of all its tokens
+    weighs: bool = True  # a row may sample by more than its largest logits
     is_scored: bool = False  # logits are wanted of more than each sequence's last token
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda.adjust import pack_lists
-from cuda.sample import are_weighed
+from cuda.sample import want_all_logits
 from cuda.scatter import SamplingChanges, SettingsArray, greedy_settings
 from mm.addresses import Int32Array, Int64Array
 from model.step_plan import RowSettings, SamplingParameters, StepPlan
@@ -46,8 +46,8 @@ class CudaRows:
         self._begins: Int32Array = np.zeros(rows, np.int32)  # of the tokens, after the lists
         self._rooms: Int32Array = np.full(rows, NO_HISTORY, np.int32)
         self._reporting = 0  # rows that ask for log-probabilities
-        self._are_weighed = np.zeros(rows, np.bool_)
-        self._weighed = 0  # rows of these
+        self._want_all = np.zeros(rows, np.bool_)
+        self._wanting = 0  # rows of these
 
     def store(self, given: RowSettings) -> SamplingChanges:
         """Overwrite rows; enqueues the copies of their words. Raises ValueError if a row's history is missing."""
@@ -67,9 +67,9 @@ class CudaRows:
         own["prompt"] = given.prompts if len(given.prompts) else 0
         before = self.settings["log_probs"][rows]
         self._reporting += int((own["log_probs"] >= 0).sum()) - int((before >= 0).sum())
-        weighed = are_weighed(own, self._vocabulary)
-        self._weighed += int(weighed.sum()) - int(self._are_weighed[rows].sum())
-        self._are_weighed[rows] = weighed
+        wanting = want_all_logits(own, self._vocabulary)
+        self._wanting += int(wanting.sum()) - int(self._want_all[rows].sum())
+        self._want_all[rows] = wanting
         for i, (row, p) in enumerate(zip(rows.tolist(), parameters, strict=True)):
             self._words.pop(row, None)
             self._rooms[row] = NO_HISTORY
@@ -104,8 +104,8 @@ class CudaRows:
         return places, min(int(asked[places].max(initial=0)), self._vocabulary)
 
     def weighs(self, plan: StepPlan) -> bool:
-        """Whether a sequence of a plan draws by the mass of all its tokens: cuda.sample wants to know."""
-        return self._weighed > 0 and bool((self._are_weighed[plan.rows] & plan.samples).any())
+        """Whether a sequence of a plan samples by more than its largest logits: cuda.sample wants to know."""
+        return self._wanting > 0 and bool((self._want_all[plan.rows] & plan.samples).any())
 
     def _with_words(
         self, row: int, own: SettingsArray, parameters: SamplingParameters, history: Int32Array | None

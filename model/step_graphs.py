@@ -56,7 +56,7 @@ class GraphSize:
     kind: Kind
     tokens: int
     sequences: int
-    weighs: bool = True  # rows may sample by the mass of all tokens (cuda.sample): kernels that are idle otherwise
+    weighs: bool = True  # rows may sample by more than their largest logits (cuda.sample): kernels that are idle else
 
     def holds(self, tokens: int, sequences: int) -> bool:
         return self.tokens >= tokens and self.sequences >= sequences

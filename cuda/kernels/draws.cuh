@@ -4,8 +4,8 @@
 constexpr int MAX_LOG_PROBS = 32, RECORD = 2 + 2 * MAX_LOG_PROBS;  // words
 
 // Whether a logit was not finite, or nothing is left
-__device__ __forceinline__ bool is_bad_row(const Quads& quads, u64 best, u64 infinite, int masked) {
-  return !best || masked < 0 || infinite != (u64)(4 * quads.all() - quads.V + masked);
+__device__ __forceinline__ bool is_bad_row(const Quads& quads, bool is_empty, u64 infinite, int masked) {
+  return is_empty || masked < 0 || infinite != (u64)(4 * quads.all() - quads.V + masked);
 }
 
 __device__ __forceinline__ int id_of_best(u64 best, int V) {
@@ -108,7 +108,11 @@ __device__ __forceinline__ int draw(
     u64 random) {
   Edges& edges = team.shared.edges;
   const u64 lowest = items.lowest_key(team);
-  if (has_k) edges.logit = select(team, items, {rule, BY_LOGIT, true}, {lowest, best, (u64)row.top_k});
+  const auto keep = [](u64& edge, u64 found) {
+    if (threadIdx.x == 0) edge = found;
+    __syncthreads();
+  };
+  if (has_k) keep(edges.logit, select(team, items, {rule, BY_LOGIT, true}, {lowest, best, (u64)row.top_k}));
   if (row.top_p < 1.) {
     if (has_k) {
       u64 mass = 0;
@@ -116,9 +120,11 @@ __device__ __forceinline__ int draw(
       total = team.sum<Items::ALONE>(mass);
     }
     const Window window = {max(lowest, edges.logit), best, wanted_of(row.top_p, total)};
-    edges.logit = max(edges.logit, select(team, items, {rule, BY_LOGIT, false}, window));
+    const u64 edge = max(edges.logit, select(team, items, {rule, BY_LOGIT, false}, window));
+    __syncthreads();  // all have seen the one before
+    keep(edges.logit, edge);
   }
-  edges.least = row.least_mass;
+  keep(edges.least, row.least_mass);
   if (row.typical_p < 1.) {
     u64 mass = 0, surprise = 0;
     items.each([&](float x, int id) {
@@ -127,9 +133,10 @@ __device__ __forceinline__ int draw(
     });
     total = team.sum<Items::ALONE>(mass);
     surprise = team.sum<Items::ALONE>(surprise);
-    edges.mean = (float)((double)surprise / (double)total);
+    if (threadIdx.x == 0) edges.mean = (float)((double)surprise / (double)total);
+    __syncthreads();
     const Window window = {(u64)~0x7f800000u << 32, ~0ull, wanted_of(row.typical_p, total)};
-    edges.typical = select(team, items, {rule, BY_DISTANCE, false}, window);
+    keep(edges.typical, select(team, items, {rule, BY_DISTANCE, false}, window));
   }
   return locate(team, items, rule, random);
 }

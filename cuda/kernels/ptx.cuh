@@ -64,6 +64,13 @@ __device__ __forceinline__ uint4 load_ordered(const uint4* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
+// What is read once, in whole lines: it need not stay in the L1, and its neighbours may come with it. Not hoisted either
+__device__ __forceinline__ float4 load_passing(const float4* p) {
+  float4 r;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
+  return r;
+}
 // Numbers that a block hands to another while both run. Each is seen whole, in no order
 __device__ __forceinline__ void hand(float4* p, float4 x) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(__float_as_uint(x.x)),

@@ -84,7 +84,7 @@ __device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, i
   }
   const u64 best_of_block = team.block_max(own);
   u64 found = 0;
-  if (k > 0) found = collect(team, slice, floor_of_largest(best, k, team.shared.extremes), 0);
+  if (k > 0) found = collect(team, slice, floor_of_largest(best, k, extremes_of_block(best, team.shared.extremes)), 0);
   const u64 (*const all)[2] = team.exchange(best_of_block, found | infinite << 32);
   Seen seen = {0, false, true, List::part(team, all)};
   u64 infinities = 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ Seen look(Team& team, const Slice<RESIDENT>& slice, i
     infinities += all[i][1] >> 32;
     seen.fits &= (u32)all[i][1] <= LIST;
   }
-  seen.is_bad = is_bad_row(slice, seen.best, infinities, masked);
+  seen.is_bad = is_bad_row(slice, seen.best == 0, infinities, masked);
   return seen;
 }
 

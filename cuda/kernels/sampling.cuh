@@ -14,9 +14,9 @@
 // that is short begins there. So nothing is sorted and nothing depends on an order of additions.
 //
 // A pass over all logits costs what reading them costs, and exp five times that. So a block first collects CANDIDATES,
-// the tokens above a floor under which nothing can be kept, and if they fit into LIST places, the team's first block
-// does the rest alone. The floor of a top-k: what k of the threads reach with the largest logit of each. That of
-// a top-p: tokens lighter than (1 - p) total / V are less than 1 - p of it together. min-p is a floor by itself.
+// the tokens above a floor under which nothing can be kept, and if they fit into its list, it does the rest alone. The
+// floor of a top-k: what k of the threads reach with the largest logit of each. That of a top-p: tokens lighter than
+// (1 - p) total / V are less than 1 - p of it together. min-p is a floor by itself.
 #include "settings.cuh"
 
 constexpr int BLOCK = 256, WARPS = BLOCK / 32, MAX_TEAM = 8;
@@ -54,9 +54,9 @@ enum Order { BY_LOGIT, BY_DISTANCE, BY_ID };
 constexpr int CANDIDATES = MAX_TEAM * LIST;
 constexpr int LEVELS = 6;            // of Span
 
-struct alignas(16) Scan {            // of a row, by all its parts
-  u64 best;                          // key of the largest logit
-  u32 infinite, found;               // logits that are not finite; candidates, also if they are too many
+struct alignas(16) Scan {            // of a row
+  u64 best;                          // key of the largest logit, if it is greedy or weighed
+  u32 infinite, found;               // logits that are not finite; candidates of gather, also if they are too many
 };
 struct alignas(16) Span {            // what a warp of weigh.cu has seen
   u64 mass;
@@ -83,12 +83,11 @@ __device__ __forceinline__ bool is_weighed(const Settings& own, int V) {
   return own.top_p < 1. || (own.least_mass == 0 && own.typical_p >= 1.);
 }
 
-// How many of a row's largest scan puts a floor under; 0: it wants the largest alone; -1: it leaves the row to a team
-__device__ __forceinline__ int wanted_of_scan(const Settings& own, int V) {
-  if (own.log_probs >= 0) return -1;
-  if (own.temperature < GREEDY_BELOW || is_weighed(own, V)) return 0;
-  if (has_top_k(own, V)) return own.top_k <= MANY ? own.top_k : -1;
-  return own.least_mass ? 1 : -1;
+// Whether a row is left to a team of sample.cu from the start
+__device__ __forceinline__ bool needs_team(const Settings& own, int V) {
+  if (own.log_probs >= 0) return true;
+  if (own.temperature < GREEDY_BELOW || is_weighed(own, V)) return false;
+  return has_top_k(own, V) ? own.top_k > MANY : own.least_mass == 0;
 }
 __device__ __forceinline__ u64 wanted_of(double share, u64 total) {
   return max((u64)ceil(share * (double)total), (u64)1);
@@ -151,6 +150,7 @@ struct Rule {
 // The first 64 bits of Philox4x32-10 (Salmon 2011) with counter (position, 0, 0, 0)
 __device__ inline u64 random_word(u64 seed, u32 position) {
   u32 x0 = position, x1 = 0, x2 = 0, x3 = 0, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma unroll 1
   for (int round = 0; round < 10; ++round) {
     const u64 a = (u64)x0 * 0xD2511F53u, b = (u64)x2 * 0xCD9E8D57u;
     x0 = (u32)(b >> 32) ^ x1 ^ k0;
@@ -204,8 +204,8 @@ __device__ __forceinline__ u64 warp_running_sum(u64 x, int lane) {  // inclusive
   return x;
 }
 
-// A floor that k threads of a block, and hardly more, reach with the logit each has; or all do. scratch: one a warp.
-__device__ __forceinline__ float floor_of_largest(float x, int k, float2* scratch) {
+// The least and the largest of a block's x. scratch: one a warp
+__device__ __forceinline__ float2 extremes_of_block(float x, float2* scratch) {
   const float2 own = {-warp_max(-x), warp_max(x)};
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = own;
   __syncthreads();
@@ -215,8 +215,13 @@ __device__ __forceinline__ float floor_of_largest(float x, int k, float2* scratc
     low_of_block = fminf(low_of_block, scratch[i].x);
     high_of_block = fmaxf(high_of_block, scratch[i].y);
   }
+  return {low_of_block, high_of_block};
+}
+
+// A floor that k threads of a block, and hardly more, reach with the logit each has; or all do
+__device__ __forceinline__ float floor_of_largest(float x, int k, float2 extremes) {
   const u32 key = key_of(x);
-  u32 low = key_of(low_of_block), high = key_of(high_of_block);  // k reach low; fewer reach high + 1
+  u32 low = key_of(extremes.x), high = key_of(extremes.y);  // k reach low; fewer reach high + 1
 #pragma unroll 1
   for (int step = 0; step < 20 && (step == 0 || low < high); ++step) {
     const u32 middle = high - (high - low) / 2;
@@ -313,13 +318,27 @@ struct Quads {
   __device__ __forceinline__ float4 quad(int quad) const { return fetch(quad); }
   __device__ __forceinline__ float4 fetch(int quad) const {
     const int id = id_at(quad);
-    if (id >= 0 && id + 4 <= V) return *(const float4*)(row + id);
+    return id >= 0 && id + 4 <= V ? *(const float4*)(row + id) : edge(id);
+  }
+  __device__ __forceinline__ float4 pass(int quad) const {  // that is read once
+    const int id = id_at(quad);
+    return id >= 0 && id + 4 <= V ? load_passing((const float4*)(row + id)) : edge(id);
+  }
+  __device__ __forceinline__ float4 edge(int id) const {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = id + i >= 0 && id + i < V ? row[id + i] : NEGATIVE_INFINITY;
     return make_float4(x[0], x[1], x[2], x[3]);
   }
 };
+
+// What a warp reads at a time of a row: a tile, of which lane l has quads 32 i + l. Four lanes have a segment.
+constexpr int AT_ONCE = 4;           // quads of a lane
+constexpr int TILE = AT_ONCE * 32, SEGMENTS = 8;
+__device__ __forceinline__ int tiles_of(const Quads& row) { return (row.all() + TILE - 1) / TILE; }
+__device__ __forceinline__ int quad_of_segment(int segment, int i) {  // its ith
+  return segment / SEGMENTS * TILE + i / 4 * 32 + segment % SEGMENTS * 4 + i % 4;
+}
 
 // The part of a block of a team
 template <bool RESIDENT> struct Slice : Quads {

@@ -1,111 +1,92 @@
-// scan: the first look at rows of which few tokens matter, at the speed of memory, each logit read once.
+// scan: the first look at rows, at the speed of memory, each logit read once. It keeps the largest logit of each segment,
+// 64 logits of a tile; finish.cu finds in these where a row's largest are, and reads those segments again.
 //
-// grid (parts, S): a part of a row by a block, its next quads under way while it looks at some. A part keeps the logits
-// above a floor that at least so many reach as are wanted; the floor rises whenever twice as much has been seen, so only
-// some hundred are kept, and at the end those above the last floor go to the row's candidates. Rows that do not sample
-// are not read, but for their first places.
+// grid (parts, S): a part of a row's tiles by a block, one at a time by a warp. Rows that do not sample, or are
+// left to a team, are not read, but for their first places.
 //
 //   logits [S, V] float32, V <= 2^19; rows, samples [S] and settings [R] as scatter.cu writes them
-//   scans [S]: zero before, and after finish.cu
-//   candidates [S, CANDIDATES]: keys by logit, in any order, of all tokens that may be kept, if they are not too many
+//   maxima [S, stride]: by segment
+//   scans [S]: how many logits are not finite and, of rows that are greedy or weighed, the largest. Zero before, and after finish.cu
 //   queue: the sequences that need a team of sample.cu, and whether weigh.cu is needed. Its counts are zero before, and
 //     after finish.cu
-#include "parts.cuh"
+#include "sampling.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4) scan(
-    const float* logits, const int* rows, const int* samples, const Settings* settings, Scan* scans, u64* candidates,
-    Queue* queue, int V) {
-  __shared__ u64 list[CANDIDATES_OF_PART], maxima[WARPS];
-  __shared__ float2 extremes[WARPS];
-  __shared__ u32 listed, infinite;
-  const int s = blockIdx.y, lane = threadIdx.x & 31;
-  if (threadIdx.x == 0) listed = infinite = 0;
+struct Look {  // of a lane
+  const bool wants_best;
+  float best = NEGATIVE_INFINITY;
+  int best_id = -1;
+  u32 infinite = 0;
+
+  __device__ __forceinline__ void at(const float4 (&x)[AT_ONCE], const Quads& row, int tile, float* maxima) {
+    const int lane = threadIdx.x & 31, first = tile * TILE + lane;
+    float most = NEGATIVE_INFINITY, zero = 0.f;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      most = fmaxf(most, fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));
+      zero = fmaf(x[i].x, 0.f, fmaf(x[i].y, 0.f, fmaf(x[i].z, 0.f, fmaf(x[i].w, 0.f, zero))));  // NaN if one is not finite
+    }
+    if (!(zero == 0.f)) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (first + i * 32 < row.count)
+          infinite += !(fabsf(x[i].x) <= LARGEST_FLOAT) + !(fabsf(x[i].y) <= LARGEST_FLOAT) +
+                      !(fabsf(x[i].z) <= LARGEST_FLOAT) + !(fabsf(x[i].w) <= LARGEST_FLOAT);
+    }
+    if (wants_best && most > best) {
+      best = most;
+#pragma unroll
+      for (int i = AT_ONCE - 1; i >= 0; --i) {
+        const int place = x[i].x == most ? 0 : x[i].y == most ? 1 : x[i].z == most ? 2 : x[i].w == most ? 3 : -1;
+        if (place >= 0) best_id = row.id_at(first + i * 32) + place;
+      }
+    }
+    most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
+    if ((lane & 3) == 0) maxima[tile * SEGMENTS + (lane >> 2)] = most;
+  }
+};
+
+__device__ __forceinline__ void load_tile(float4 (&x)[AT_ONCE], const Quads& row, int tile) {
+  const int first = tile * TILE + (threadIdx.x & 31);
+  if (row.id_at(tile * TILE) >= 0 && row.id_at(tile * TILE + TILE) <= row.V) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) x[i] = load_passing((const float4*)(row.row + row.id_at(first + i * 32)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) x[i] = row.fetch(first + i * 32);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 6) scan(
+    const float* logits, const int* rows, const int* samples, const Settings* settings, Scan* scans, float* maxima,
+    Queue* queue, int V, int stride) {
+  const int s = blockIdx.y;
   allow_next_kernel();
   wait_for_previous_kernel();
-  const Quads quads(logits + (i64)s * V, V, blockIdx.x, gridDim.x);
-  float4 next[AT_ONCE];
-  const auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (base + i * BLOCK < quads.count) next[i] = quads.fetch(base + i * BLOCK);
-  };
-  load(threadIdx.x);                 // beside the settings
+  const Quads quads(logits + (i64)s * V, V, 0, 1);
+  const int tiles = tiles_of(quads), share = (tiles + gridDim.x - 1) / gridDim.x;
+  const int end = min((int)(blockIdx.x + 1) * share, tiles);
+  int tile = blockIdx.x * share + (threadIdx.x >> 5);
+  float4 now[AT_ONCE];
+  if (tile < end) load_tile(now, quads, tile);  // beside the settings
   const int row = rows[s];
   if (row < 0 || !samples[s]) return;
   const Settings& own = settings[row];
-  const int wanted = wanted_of_scan(own, V);
-  if (wanted < 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) leave_to_team(queue, s);
+  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0, weighs = is_weighed(own, V);
+  if (needs_team(own, V)) {
+    if (is_first) leave_to_team(queue, s);
     return;
   }
-  if (wanted == 0 && blockIdx.x == 0 && threadIdx.x == 0 && is_weighed(own, V))
-    atomicOr(&queue->weighed, own.top_p < 1. ? 3u : 1u);
-  const float reach = wanted == 0 || has_top_k(own, V) ? 0.f : Rule::reach_of(own.least_mass, own.temperature);
-  float best = NEGATIVE_INFINITY, floor = 0.f;
-  int best_id = -1;
-  u32 own_infinite = 0;
-  const auto raise_floor = [&] {
-    floor = floor_of_largest(best, wanted, extremes);
-    if (reach > 0.f) floor = Rule::floor_under(floor, reach);
-  };
-  __syncthreads();                   // the counts are zero
+  if (is_first && weighs) atomicOr(&queue->weighed, own.top_p < 1. ? 3u : 1u);
+  Look look = {weighs || own.temperature < GREEDY_BELOW};
 #pragma unroll 1
-  for (int base = threadIdx.x, turn = 1; base - (int)threadIdx.x < quads.count; base += AT_ONCE * BLOCK, ++turn) {
-    float4 now[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) now[i] = next[i];
-    load(base + AT_ONCE * BLOCK);
-    float most[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const float4 x = now[i];
-      most[i] = NEGATIVE_INFINITY;
-      if (base + i * BLOCK >= quads.count) continue;
-      most[i] = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
-      if (!(fmaf(x.x, 0.f, fmaf(x.y, 0.f, fmaf(x.z, 0.f, x.w * 0.f))) == 0.f))
-        own_infinite += !(fabsf(x.x) <= LARGEST_FLOAT) + !(fabsf(x.y) <= LARGEST_FLOAT) +
-                        !(fabsf(x.z) <= LARGEST_FLOAT) + !(fabsf(x.w) <= LARGEST_FLOAT);
-      if (most[i] > best) {
-        best = most[i];
-        best_id = quads.id_at(base + i * BLOCK) + (x.x == best ? 0 : x.y == best ? 1 : x.z == best ? 2 : 3);
-      }
-    }
-    if (wanted == 0) continue;
-    if ((turn & (turn - 1)) == 0) raise_floor();
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      if (!(most[i] >= floor)) continue;
-      const float x[4] = {now[i].x, now[i].y, now[i].z, now[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (!(x[j] >= floor)) continue;
-        const u32 place = atomicAdd(&listed, 1u);
-        if (place < CANDIDATES_OF_PART) list[place] = logit_key(x[j], quads.id_at(base + i * BLOCK) + j);
-      }
-    }
+  while (tile < end) {
+    look.at(now, quads, tile, maxima + (i64)s * stride);
+    tile += WARPS;
+    if (tile < end) load_tile(now, quads, tile);
   }
-  Scan& scan = scans[s];
-  const u64 key = warp_max_u64(best_id < 0 ? 0 : logit_key(best, best_id));
-  if (lane == 0) maxima[threadIdx.x >> 5] = key;
-  if (own_infinite) atomicAdd(&infinite, own_infinite);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u64 most = 0;
-    for (int i = 0; i < WARPS; ++i) most = max(most, maxima[i]);
-    atomicMax(&scan.best, most);
-    if (infinite) atomicAdd(&scan.infinite, infinite);
-  }
-  if (wanted == 0) return;
-  if (threadIdx.x == 0 && listed > CANDIDATES_OF_PART) reserve(scan, queue, s, CANDIDATES + 1);
-  raise_floor();
-  const int count = min(listed, (u32)CANDIDATES_OF_PART);
-  for (int base = 0; base < count; base += BLOCK) {
-    const u64 candidate = base + threadIdx.x < count ? list[base + threadIdx.x] : 0;
-    const bool stays = candidate && logit_of(candidate) >= floor;
-    const u32 lanes = __ballot_sync(ALL_LANES, stays);
-    u32 place = 0;
-    if (lane == 0 && lanes) place = reserve(scan, queue, s, __popc(lanes));
-    place = __shfl_sync(ALL_LANES, place, 0) + __popc(lanes & ((1u << lane) - 1));
-    if (stays && place < CANDIDATES) candidates[(i64)s * CANDIDATES + place] = candidate;
-  }
+  if (look.infinite) atomicAdd(&scans[s].infinite, look.infinite);
+  if (!look.wants_best) return;
+  const u64 best = warp_max_u64(look.best_id < 0 ? 0 : logit_key(look.best, look.best_id));
+  if ((threadIdx.x & 31) == 0 && best) atomicMax(&scans[s].best, best);
 }

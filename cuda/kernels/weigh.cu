@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) weigh(
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       now[i] = make_float4(NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY);
-      if (base + i * 32 < span.y) now[i] = quads.fetch(base + i * 32);
+      if (base + i * 32 < span.y) now[i] = quads.pass(base + i * 32);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) gather(
     float4 now[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (base + i * BLOCK < quads.count) now[i] = quads.fetch(base + i * BLOCK);
+      if (base + i * BLOCK < quads.count) now[i] = quads.pass(base + i * BLOCK);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (base + i * BLOCK >= quads.count) continue;

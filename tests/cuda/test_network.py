@@ -156,10 +156,11 @@ def test_graphs_with_groups_and_without() -> None:
             max_batched_tokens=BUDGET,
         )
         accept_all_groups(executor._program)
-        executor._graphs.clear()
+        before = executor._graphs  # they keep the memory of graphs, which they share, while others are captured
         tiny_ladder = ladder(max_running=ROWS, max_tokens=BUDGET, has_cascade=True)
         with torch.cuda.stream(executor.stream):
             executor._graphs = StepGraphs(tiny_ladder, executor._captured, seconds=0.0)
+        before.clear()
         at_first = executor.captured_graphs
 
         def has_groups(plan: StepPlan, executor: CudaExecutor = executor) -> bool:

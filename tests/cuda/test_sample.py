@@ -11,7 +11,15 @@ from sampling_batch import tokens_of
 from slow_sampling import Case, slow_sample
 
 from cuda.errors import ShapeMismatch
-from cuda.sample import BLOCK_BYTES, FIXED_BYTES, MAX_VOCABULARY, SHARED_BYTES, LogProbRecords, TeamShape
+from cuda.sample import (
+    BLOCK_BYTES,
+    FIXED_BYTES,
+    MAX_VOCABULARY,
+    SHARED_BYTES,
+    LogProbRecords,
+    TeamShape,
+    want_all_logits,
+)
 from model.step_plan import SamplingParameters
 
 
@@ -97,6 +105,39 @@ def test_draws_are_those_of_the_cpu_sampler(any_device, vocabulary, spread) -> N
             different += sum(ours != theirs for ours, theirs in zip(tokens, tokens_of(part), strict=True))
             drawn += len(part)
     assert different <= (0 if any_device.is_emulated else drawn // 50)  # as above
+
+
+@pytest.mark.parametrize("vocabulary", [1003, pytest.param(151_936, marks=pytest.mark.gpu)])
+def test_rows_that_want_their_largest_logits_need_two_kernels(any_device, vocabulary) -> None:
+    """Also with more equal logits than a list holds, and with more near the largest than are compared."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    fields: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_k": 50, "top_p": 0.95},
+        {"top_k": 128, "typical_p": 0.9, "min_p": 0.01},
+        {"min_p": 0.05},
+        {"min_p": 1e-6, "typical_p": 0.5, "temperature": 9.0},
+        {"top_k": 40, "temperature": 1e30},
+    ]
+    parameters = [SamplingParameters(**{"temperature": 0.8, "seed": i, **way}) for i, way in enumerate(fields)]
+    drawn = torch.randn(len(fields), vocabulary, generator=generator) * 3
+    for logits in (drawn, torch.full_like(drawn, 2.5), drawn.round()):
+        sampler = DeviceSampler(any_device, cases_of(logits, parameters))
+        sampler.run()
+        assert not want_all_logits(sampler.table.settings[sampler.rows], vocabulary).any()
+        tokens, failed = sampler.launch()  # again: all that kernels leave to each other is as it was
+        assert not any(failed)
+        assert tokens == tokens_of(sampler.cases)
+
+
+def test_what_wants_all_logits(device) -> None:
+    """Log-probabilities, a large top-k, and draws among all tokens."""
+    ways = [{"logprobs": 0, "temperature": 0.0}, {"top_k": 129}, {}, {"top_p": 0.9, "min_p": 0.1}, {"typical_p": 0.5}]
+    logits = torch.zeros(len(ways), 300)
+    sampler = DeviceSampler(device, cases_of(logits, [SamplingParameters(**way) for way in ways]))
+    sampler.run()
+    assert want_all_logits(sampler.table.settings[sampler.rows], 300).all()
 
 
 def logits_of(vocabulary: int) -> st.SearchStrategy[np.ndarray]:

@@ -6,7 +6,7 @@ from kernel_devices import Device
 from slow_sampling import Case, packed_masks
 
 from cuda.adjust import Adjust, StepMasks
-from cuda.sample import LogProbWords, Sample, StepResults, are_weighed
+from cuda.sample import LogProbWords, Sample, StepResults, want_all_logits
 from cuda.scatter import DeviceState, Scatter, StepUpload, pack
 from model.cuda_rows import CudaRows
 from model.step_plan import RowSettings
@@ -89,7 +89,7 @@ class DeviceSampler:
         self.results.words[:] = -9
         assert not self.results.is_done(1, 33)
         self.adjust(device.stream, self.logits, count + 1, self.masks())
-        weighs = bool((are_weighed(self.table.settings[self.rows], self.sample.vocabulary) & self.samples).any())
+        weighs = bool((want_all_logits(self.table.settings[self.rows], self.sample.vocabulary) & self.samples).any())
         self.sample(device.stream, self.logits, self.adjust.masked, count + 1, weighs=weighs)
         device.synchronize()
         assert self.results.is_done(1, 33)

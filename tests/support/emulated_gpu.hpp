@@ -25,6 +25,7 @@
 #define __global__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __restrict__
 #define __launch_bounds__(...)
 #define __shared__ static
@@ -411,6 +412,7 @@ inline void wait_for_handed(const float* p, int count) {  // a word that is not 
 }
 inline void hand(float4* p, float4 x) { *p = x; }
 inline void hand(float2* p, float2 x) { *p = x; }
+inline float4 load_passing(const float4* p) { return *p; }
 inline float4 load_handed(const float4* p) {
   wait_for_handed(&p->x, 4);
   return *p;
