@@ -2,8 +2,9 @@
 in which calls may begin, or what `response_format` asks for. In llguidance's dialect of Lark.
 
 Calls are written as the model's family was trained to (call_readers.py has the forms); their arguments are of a JSON
-schema each. A mark that is a control token stands in the grammar as that token: no text can spell it. One that is text
-ends a lazy lexeme: the first place where it is complete is where the call begins.
+schema each. A mark that is a token of its own stands in the grammar as that token: no text of a grammar can spell it. A
+mark in text ends a lazy lexeme: the first place where it is complete is where the call begins. A model may spell out
+what is a token, and readers look at text, so where a mark may come in text both are taken.
 """
 
 import json
@@ -22,7 +23,7 @@ NO_OBJECT = r"\s*[^\s{](.|\n)*"
 """Text that Llama 3 does not begin with the object of a call."""
 
 TokenOf = Callable[[str], int | None]
-"""The id of a control token by its text; None for what is no control token."""
+"""The id of a token that no text of a grammar can spell, by its text (Tokenizer.grammar_token); None for others."""
 
 
 class CallableTool(NamedTuple):
@@ -60,10 +61,7 @@ def text_and_calls(call_format: CallFormat, tools: Sequence[CallableTool], token
     form = _form(call_format, token_of)
     rules = [f"run: {form.run()}", *form.call_rules(tools)]
     before = NO_OBJECT if call_format == "llama3" else ANY_TEXT
-    if (token := token_of(form.mark)) is not None:
-        rules += [f"begun: TEXT? <[{token}]> run", f"TEXT: /{before}/"]
-    else:
-        rules += ["begun: head run", f"head[lazy]: /({before})?{_as_regex(form.mark)}/", f"TEXT: /{before}/"]
+    rules += ["begun: head run", *_through("head", "TEXT", before, form.mark, token_of), f"TEXT: /{before}/"]
     if call_format == "llama3":
         return ["answer: run | begun | TEXT?", *rules]
     return ["answer: begun* TEXT?", *rules]
@@ -73,18 +71,23 @@ def thoughtful(answer: Sequence[str], thinking: ThinkingMarks | None, is_thinkin
     """The grammar of `answer`, behind reasoning. is_thinking: it has begun in the prompt."""
     if thinking is None:
         return "\n".join(["start: answer", *answer])
-    end = token_of(thinking.end)
-    rules = [f"rest: THOUGHT? <[{end}]>", f"THOUGHT: /{ANY_TEXT}/"]
-    if end is None:
-        rules = [f"rest[lazy]: /{ANY_TEXT}{_as_regex(thinking.end)}/"]
+    rules = [*_through("rest", "THOUGHT", ANY_TEXT, thinking.end, token_of), f"THOUGHT: /{ANY_TEXT}/"]
     rules += ["behind[lazy]: /[ \\n]/"]  # lazy: it could be the beginning of a text, too
     if is_thinking:
         start = "start: rest behind{0,4} answer"
     else:
         start = "start: (open rest behind{0,4})? answer"
-        begin = token_of(thinking.begin)
-        rules += [f"open: <[{begin}]>"] if begin is not None else [f"open[lazy]: /{_as_regex(thinking.begin)}/"]
+        rules += _through("open", "", "", thinking.begin, token_of)
     return "\n".join([start, *rules, *answer])
+
+
+def _through(rule: str, terminal: str, before: str, mark: str, token_of: TokenOf) -> list[str]:
+    """Rules by which `rule` is a text and the mark behind it. terminal: the name of `before`, a regular expression."""
+    spelled = f"{rule}_spelled[lazy]: /({before})?{_as_regex(mark)}/"
+    if (token := token_of(mark)) is None:
+        return [f"{rule}: {rule}_spelled", spelled]
+    text = f"{terminal}?" if terminal else ""
+    return [f"{rule}: {text} <[{token}]> | {rule}_spelled", spelled]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def chat_constraint(body: ChatBody, reading: Reading | None, tokenizer: Tokenize
     """The constraint, and the field that asks for it; None for an answer that is free. Raises BadRequest."""
     asked = constraint_of(body.response_format, body.structured_outputs)
     call_format = tokenizer.call_format
-    token_of = tokenizer.control_token
+    token_of = tokenizer.grammar_token
     if not body.offered_tools or call_format is None:
         if asked is None or reading is None or reading.thinking is None:
             return asked

@@ -73,6 +73,7 @@ class Tokenizer:
         self.token_bytes = TokenBytes(backend, spec)
         self._texts = TokenTexts.of(backend, spec)
         self._control = ControlTokens(backend, spec)
+        self._added = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
         self._before, self._after = self._added_around()
         self.call_format = self._call_format(tool_call_format)
         self.thinking_marks = None if template is None else thinking_marks_of(template.all_sources)
@@ -264,10 +265,14 @@ class Tokenizer:
         """Whether the text of `ids` ends with this, but for white space behind it. Looks at the last ids only."""
         return self.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(text)
 
-    def control_token(self, text: str) -> int | None:
-        """The id of a control token that has this text, or None."""
+    def grammar_token(self, text: str) -> int | None:
+        """The id of a token that no text of a grammar can spell, or None.
+
+        Control tokens, and what else was added to the vocabulary in angle brackets: llguidance takes both as such.
+        """
         token_id: int | None = self.backend.token_to_id(text)
-        return token_id if token_id in self._control.ids else None
+        is_bracketed = text in self._added and text.startswith("<") and text.endswith(">")
+        return token_id if is_bracketed or token_id in self._control.ids else None
 
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's own spelling of each id ("Ġthe"), empty for ids without a token."""

@@ -32,11 +32,6 @@ MARKS = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_
 Kind = Literal["calls", "one call", "text"]
 
 
-def control_token(tokenizer: Tokenizer) -> Any:
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return {token.content: id_ for id_, token in added.items() if token.special}.get
-
-
 def matcher(
     call_format: CallFormat,
     kind: Kind = "calls",
@@ -46,7 +41,7 @@ def matcher(
     tokenizer: Tokenizer | None = None,
 ) -> LLMatcher:
     tokenizer = tokenizer or tool_tokenizer(call_format)
-    token_of = control_token(tokenizer)
+    token_of = tokenizer.grammar_token
     if kind == "text":
         answer = text_and_calls(call_format, TOOLS, token_of)
     else:
@@ -133,18 +128,23 @@ def test_reasoning_comes_first_and_is_free(marks: ThinkingMarks, kind: Kind) -> 
 
 
 @functools.cache
-def tokenizer_of_control_tokens() -> Tokenizer:
-    """All marks of this file are control tokens in it, but not [ARGS]."""
+def tokenizer_of_marks(*, special: bool) -> Tokenizer:
+    """All marks of this file but [ARGS] are tokens of it, control tokens or not."""
     backend = tokenizers.Tokenizer.from_str(tool_tokenizer("hermes").backend.to_str())
     marks = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]
-    backend.add_special_tokens([*marks, *(text for pair in THINKING_MARKS for text in pair)])
+    marks += [text for pair in THINKING_MARKS for text in pair]
+    backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in marks])
+    assert len(backend.encode("<tool_call>", add_special_tokens=False).ids) == 1
     return Tokenizer(backend, {}, None)
 
 
+@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("marks", [None, *THINKING_MARKS])
 @pytest.mark.parametrize("call_format", FORMATS)
-def test_marks_that_are_control_tokens(call_format: CallFormat, marks: ThinkingMarks | None) -> None:
-    tokenizer = tokenizer_of_control_tokens()
+def test_marks_that_are_tokens(call_format: CallFormat, marks: ThinkingMarks | None, special: bool) -> None:
+    tokenizer = tokenizer_of_marks(special=special)
+    spelled_call = "[TOOL_CALLS]" if special else "<tool_call>"
+    assert tokenizer.grammar_token(spelled_call) is not None
     call = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]'
     if call_format != "mistral":
         call = written(call_format, ROME)
@@ -161,6 +161,25 @@ def test_marks_that_are_control_tokens(call_format: CallFormat, marks: ThinkingM
         opened = matcher(call_format, "text", marks, is_thinking=True, tokenizer=tokenizer)
         assert admits(opened, tokenizer, f"the fox{marks.end}The dog. {tag}{call}")
         assert not admits(opened, tokenizer, "the fox")
+
+
+def test_a_mark_that_is_spelled_out_begins_a_call_too() -> None:
+    """Readers look at text, so what they would take for a call has to be held to its form."""
+    tokenizer = tokenizer_of_marks(special=True)
+    for marks in (None, THINKING_MARKS[0]):
+        made = matcher("hermes", "text", marks, is_thinking=marks is not None, tokenizer=tokenizer)
+        begin = [] if marks is None else ["the fox", marks.end[:3], marks.end[3:]]
+        for city, is_admitted in (("Rome", True), ("Bonn", False)):
+            pieces = [
+                *begin,
+                "The fox <tool_",
+                'call>\n{"name": "get_weather", "arguments": ',
+                f'{{"city": "{city}"}}}}\n',
+            ]
+            ids = [id_ for text in pieces for id_ in tokenizer.encode(text, add_special_tokens=False)]
+            ids += tokenizer.encode("</tool_call>", add_special_tokens=False)
+            twin = made.deep_copy()
+            assert (all(map(twin.consume_token, ids)) and twin.is_accepting()) == is_admitted
 
 
 @pytest.mark.parametrize("call_format", FORMATS)
