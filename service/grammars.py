@@ -14,7 +14,7 @@ import asyncio
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,6 +56,12 @@ LIMITS = LLParserLimits(
 core to compile, and 40 ms for its slowest mask; usual masks take 10 to 300 us."""
 
 
+ALL_TOKENS = 0xFFFFFFFF
+"""A word of a mask that leaves all."""
+
+UInt32Array = np.ndarray[Any, np.dtype[np.uint32]]
+
+
 class GrammarRefused(Exception):
     """The constraint cannot be kept to; the message says why, for the client."""
 
@@ -65,14 +71,14 @@ class Matcher:
 
     __slots__ = ("_end_ids", "_inner", "_model_ends", "error", "is_complete", "mask_words")
 
-    def __init__(self, inner: LLMatcher, end_ids: Sequence[int], model_ends: Sequence[int], mask_words: int) -> None:
+    def __init__(self, inner: LLMatcher, end_ids: Iterable[int], model_ends: Collection[int], mask_words: int) -> None:
         """end_ids: any of these ends the Sequence, so they may come wherever its text may end. model_ends: the model's
         own, which may come nowhere else. mask_words: int32 words of a mask.
         """
         self._inner = inner
         self.mask_words = mask_words
-        self._end_ids = np.array(end_ids, np.int64)
-        self._model_ends = np.array(model_ends, np.int64)
+        self._end_ids = frozenset(token for token in end_ids if token < 32 * mask_words)  # files may name others
+        self._model_ends = model_ends
         self.is_complete = False  # the text is whole, and nothing can follow: the Sequence is over
         self.error = ""  # the grammar cannot go on, and why
 
@@ -82,14 +88,8 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """The Sequence has got `token`. Nothing changes once it is over."""
-        if self.is_over:
-            return
-        if token in self._end_ids:
-            self.is_complete = True
-        elif not self._inner.consume_token(token):
-            self._fail(self._inner.get_error())
-        elif self._inner.is_stopped():
-            self.is_complete = True
+        if self._takes(token):
+            self._took(self._inner.consume_token(token))
 
     def fill(self, mask: Int32Array) -> None:
         """Set bit id % 32 of word id // 32 of `mask` (mask_words,) for each token that may come next, clear the others.
@@ -98,35 +98,51 @@ class Matcher:
         """
         if not self.is_over:
             self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self.finish_filling(mask)
+        self._settle(mask.view(np.uint32), has_any=bool(mask.any()))
 
-    def finish_filling(self, mask: Int32Array) -> None:
-        """What `fill` does once the compiler's matcher has written the mask."""
-        if not self.is_over:
-            self._settle(mask)
-        if self.is_over:
-            mask[:] = -1
+    # --- in parts, so that many Matchers can be worked on together (MaskWorker)
 
-    def _settle(self, mask: Int32Array) -> None:
-        if self._inner.is_error():
+    def _takes(self, token: int) -> bool:
+        """Whether the compiler's matcher has to consume the token; then `_took` must follow."""
+        if self.is_complete or self.error:
+            return False
+        self.is_complete = token in self._end_ids
+        return not self.is_complete
+
+    def _took(self, well: bool) -> None:
+        if not well:
             self._fail(self._inner.get_error())
-            return
-        words, may_end = mask.view(np.uint32), self._inner.is_accepting()
-        if may_end:
-            np.bitwise_and.at(words, self._model_ends >> 5, ~_bits(self._model_ends))
-        if not mask.any():
-            self.is_complete = may_end
-            if not may_end:
+        elif self._inner.is_stopped():
+            self.is_complete = True
+
+    def _settle(self, mask: UInt32Array, *, has_any: bool) -> None:
+        """What follows when the compiler's matcher has filled the mask. has_any: whether it has set a bit."""
+        if not (self.is_complete or self.error):
+            if self._inner.is_error():
+                self._fail(self._inner.get_error())
+            elif self._inner.is_accepting():
+                self._settle_end(mask)
+            elif not has_any:
                 self._fail("no token can follow")
-        elif may_end:
-            np.bitwise_or.at(words, self._end_ids >> 5, _bits(self._end_ids))
+        if self.is_complete or self.error:
+            mask[:] = ALL_TOKENS
+
+    def _settle_end(self, mask: UInt32Array) -> None:
+        """The text may end here."""
+        for token in self._model_ends:
+            mask[token >> 5] &= ~(1 << (token & 31)) & ALL_TOKENS
+        if not mask.any():
+            self.is_complete = True
+            return
+        for token in self._end_ids:
+            mask[token >> 5] |= 1 << (token & 31)
 
     def _fail(self, message: str) -> None:
         self.error = _told(message) or "the output has left its grammar"
 
     def copy(self, end_ids: Sequence[int]) -> "Matcher":
         """One that stands at the same place and goes on by itself, in a Sequence that any of `end_ids` ends."""
-        twin = Matcher(self._inner.deep_copy(), end_ids, self._model_ends.tolist(), self.mask_words)
+        twin = Matcher(self._inner.deep_copy(), end_ids, self._model_ends, self.mask_words)
         twin.is_complete, twin.error = self.is_complete, self.error
         return twin
 
@@ -134,10 +150,10 @@ class Matcher:
 class Grammar:
     """A compiled constraint."""
 
-    def __init__(self, inner: LLMatcher, end_ids: Iterable[int], mask_words: int) -> None:
+    def __init__(self, inner: LLMatcher, end_ids: Collection[int], mask_words: int) -> None:
         """end_ids: of the model."""
         self._inner = inner
-        self._model_ends = list(end_ids)
+        self._model_ends = end_ids
         self._mask_words = mask_words
 
     def start(self, end_ids: Sequence[int]) -> Matcher:
@@ -152,7 +168,7 @@ class Grammars:
         """vocabulary: ids that the model's logits have; end_ids: of the model."""
         self._tokenizer = tokenizer
         self._vocabulary = max(vocabulary, tokenizer.vocabulary)  # a tokenizer may have ids that its model lacks
-        self._end_ids = list(end_ids)
+        self._end_ids = [token for token in end_ids if token < self._vocabulary]
         self._prepared: LLTokenizer | None = None  # takes up to a second: made when it is first needed
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._cached_bytes = 0
@@ -254,27 +270,37 @@ class MaskWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, sampled: Sequence[tuple[Matcher, int]], following: Sequence[Matcher], masks: Int32Array) -> None:
-        for matcher, token in sampled:
-            matcher.advance(token)
+        self._advance(sampled)
         if not following:
             return
         if (words := following[0].mask_words) == masks.shape[1]:
-            self._fill(following, masks)
+            self._fill(following, masks[: len(following)])
         else:
             filled = np.empty((len(following), words), np.int32)
             self._fill(following, filled)
             masks[: len(following)] = filled[:, : masks.shape[1]]
 
+    def _advance(self, sampled: Sequence[tuple[Matcher, int]]) -> None:
+        if len(sampled) <= FEW_ROWS:
+            for matcher, token in sampled:
+                matcher.advance(token)
+            return
+        taking = [(matcher, token) for matcher, token in sampled if matcher._takes(token)]
+        took = self._pool.consume_token_par([(matcher._inner, token) for matcher, token in taking]) if taking else []
+        for (matcher, _), well in zip(taking, took, strict=True):
+            matcher._took(well)
+
     def _fill(self, following: Sequence[Matcher], masks: Int32Array) -> None:
         if len(following) <= FEW_ROWS:
-            for matcher, mask in zip(following, masks, strict=False):
+            for matcher, mask in zip(following, masks, strict=True):
                 matcher.fill(mask)
             return
         work = [(each._inner, i) for i, each in enumerate(following) if not each.is_over]
         if work:
             self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-        for matcher, mask in zip(following, masks, strict=False):
-            matcher.finish_filling(mask)
+        have_any: Sequence[bool] = (masks != 0).any(axis=1).tolist()
+        for matcher, mask, has_any in zip(following, masks.view(np.uint32), have_any, strict=True):
+            matcher._settle(mask, has_any=has_any)
 
 
 def thread_with_deep_stack(name: str) -> ThreadPoolExecutor:
@@ -320,10 +346,6 @@ def _schema_of(text: str) -> str:
     if schema is False:
         raise SchemaRefused("nothing satisfies the schema false")
     return "{}" if schema is True else text
-
-
-def _bits(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    return np.uint32(1) << (ids & 31).astype(np.uint32)
 
 
 def _told(message: str) -> str:

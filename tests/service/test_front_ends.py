@@ -97,6 +97,8 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": "the", "max_tokens": 40, "temperature": 1, "seed": 7, "stop": ["a", "fox"]},
     {"prompt": "the", "max_tokens": 12, "echo": True, "logprobs": 1, "prompt_logprobs": 1},
     {"prompt": "the", "max_tokens": 5, "n": 2, "use_beam_search": True, "beam_width": 3},
+    {"prompt": "the", "max_tokens": 90, "n": 3, "seed": 8, "structured_outputs": {"regex": "[a-f]{5} is [0-9]{2,9}!"}},
+    {"prompt": "the", "max_tokens": 90, "seed": 9, "response_format": {"type": "json_object"}, "logprobs": 1},
 ]
 
 

@@ -223,6 +223,14 @@ async def test_tokens_that_a_model_has_beyond_its_tokenizer_never_come() -> None
     wide.close()
 
 
+async def test_end_tokens_that_no_logit_stands_for_are_passed_over() -> None:
+    odd = Grammars(tiny_tokenizer(), VOCABULARY, [END, 1_000_000])
+    matcher = await matcher_of(odd, "regex", "a+", [END, 1_000_000])
+    matcher.advance(*ids_of("a"))
+    assert END in allowed(matcher)
+    odd.close()
+
+
 async def test_masks_fit_a_model_that_lacks_the_last_tokens_of_its_tokenizer(grammars: Grammars) -> None:
     """Its masks are narrower than the compiler's."""
     worker, matcher = MaskWorker(), await matcher_of(grammars, "regex", "[a-z]+")
