@@ -2,6 +2,7 @@
 
 throughput, latency, steady,
 gaps                          the engine without HTTP (bench/offline.py)
+start                         how long a server takes until it is ready
 serve                         the whole server under load over HTTP
 front-end                     what a front end costs, with an engine that computes nothing
 kernels                       the CUDA kernels alone
@@ -18,7 +19,7 @@ import importlib
 import sys
 
 OFFLINE = ("throughput", "latency", "steady", "gaps")
-MODULES = ("serve", "front-end", "kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
+MODULES = ("start", "serve", "front-end", "kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
 
 
 def main(arguments: list[str]) -> int:

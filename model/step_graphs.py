@@ -34,6 +34,11 @@ MIXED_SEQUENCES = (8, 64, 256)
 """Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
 computes long enough for the host to launch it kernel by kernel."""
 
+LEAST_FULL = 15 / 16
+"""Of a step's most tokens: prompts that come faster than they are computed fill steps to the brim. Those have graphs,
+since the driver takes only so many launches ahead: the host would wait in the middle of one, and with it the tokens of
+the step before (measured on an H200: 6 ms between two such steps, and tokens two steps late)."""
+
 
 class Kind(Enum):
     """What a graph does."""
@@ -57,9 +62,10 @@ class GraphSize:
     tokens: int
     sequences: int
     weighs: bool = True  # rows may sample by more than their largest logits (cuda.sample): kernels that are idle else
+    least_tokens: int = 0  # of a step that may take it
 
     def holds(self, tokens: int, sequences: int) -> bool:
-        return self.tokens >= tokens and self.sequences >= sequences
+        return self.least_tokens <= tokens <= self.tokens and self.sequences >= sequences
 
 
 class Graph(Protocol):
@@ -86,6 +92,9 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
     ]
     for tokens, sequences in mixed:
         yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == min(tokens, max_running)
+    if max_tokens > MIXED_TOKENS[-1]:
+        for sequences in [size for size in MIXED_SEQUENCES if size < max_running] + [max_running]:
+            yield GraphSize(Kind.MIXED, max_tokens, sequences, least_tokens=int(LEAST_FULL * max_tokens)), False
     for kind, batches in kinds:
         for size in [size for size in batches if size < max_running] + [max_running]:
             yield GraphSize(kind, size, size, weighs=False), False

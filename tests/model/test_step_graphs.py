@@ -83,6 +83,14 @@ def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
     assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 192, 64)
 
 
+def test_full_steps_have_graphs_and_those_that_are_large_but_not_full_have_none() -> None:
+    graphs = Graphs(ladder(max_running=256, max_tokens=4096, has_cascade=False), seconds=10.0)
+    found = [graphs.find(Kind.MIXED, tokens, 9) for tokens in (4096, 3840, 3839, 513, 512)]
+    full = GraphSize(Kind.MIXED, 4096, 64, least_tokens=3840)
+    assert found == [full, full, None, None, GraphSize(Kind.MIXED, 512, 64)]
+    assert graphs.find(Kind.MIXED, 4096, 257) is None
+
+
 def test_a_step_that_weighs_nothing_takes_a_graph_without_it_or_a_smaller_one_with_it() -> None:
     graphs = Graphs()
     assert graphs.find(Kind.DECODE, 33, 33, weighs=False) == GraphSize(Kind.DECODE, 64, 64)
