@@ -19,7 +19,7 @@ class SiluMul:
         if width % self._chunk:
             raise UnsupportedDevice(f"rows of {width} numbers of {dtype}: the kernel takes multiples of {self._chunk}")
         (self._kernel,) = loader.load(
-            "silu_mul.cu", [KernelSpec(f"silu_mul<{element_of(dtype)}>", "PPiq", THREADS, overlap=True)]
+            "silu_mul.cu", [KernelSpec(f"silu_mul<{element_of(dtype)}>", "PPii", THREADS, overlap=True)]
         )
 
     def __call__(self, stream: int, gate_up: Tensor, out: Tensor) -> None:

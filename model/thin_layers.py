@@ -3,7 +3,7 @@
     embed ─▶ [norm, qkv, rotate, write K V] ─▶ attention ─▶ [output, +] ─▶ [norm, gate, up, silu] ─▶ [down, +] ─▶ …
 
 With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel. Where
-cuBLAS is as fast it does the work: a large head, and a network of large matrices in all steps but those of one token.
+cuBLAS is as fast it does the work: a large head, and a network of large matrices in steps of more than eight tokens.
 
 Owns the residual stream of such a step, and the sums of its squares that every addition leaves for the norm after it
 (cuda/kernels/thin_linear.cu). Bits differ from those of the other path; what a row gets depends on no other row.
@@ -32,7 +32,7 @@ from model.parameters import LayerParameters
 CUBLAS_BYTES = 64 << 20
 """A head that is larger is left to cuBLAS."""
 
-ROWS, LARGE_ROWS = 16, 1
+ROWS, LARGE_ROWS = 16, 8
 """Steps of so many tokens are faster this way than by cuBLAS: of networks whose gate has at most CUBLAS_BYTES, and of
 those whose gate is larger, and streamed (measured: decisions 0009, 0014)."""
 

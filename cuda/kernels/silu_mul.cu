@@ -5,14 +5,14 @@
 #include "common.cuh"
 
 template <class E>
-__global__ void __launch_bounds__(256) silu_mul(const E* x, E* out, int N, i64 chunks) {
+__global__ void __launch_bounds__(256) silu_mul(const E* x, E* out, int N, int chunks) {
   constexpr int C = CHUNK<E>;
   allow_next_kernel();
   wait_for_previous_kernel();
-  const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
-  if (i >= chunks) return;
-  const int per_row = N / C;
-  const i64 row = i / per_row, column = (i - row * per_row) * C;
+  const u32 i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= (u32)chunks) return;
+  const u32 per_row = N / C, quotient = i / per_row;  // 32 bits: a division of 64 takes as long as the reads
+  const i64 row = quotient, column = (i - quotient * per_row) * C;
   float gate[C], up[C];
   unpack_chunk<E>(load_ordered((const uint4*)(x + row * 2 * N + column)), gate);
   unpack_chunk<E>(load_ordered((const uint4*)(x + row * 2 * N + N + column)), up);
