@@ -379,6 +379,8 @@ class Engine:
 
     def _release(self, held: Held) -> None:
         """Its grammar is there, or will not be: it is read before the next step."""
+        if not self._has_work:
+            self._progress_s = self._clock()  # nobody was late by that
         self._inbox.append((held.front_end, held))
         self._wake.set()
 
