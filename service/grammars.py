@@ -35,7 +35,7 @@ COMPILE_S = 10.0
 MAX_COMPILING = 32
 """Constraints that wait for the compiler, in one front end. More are told to come again."""
 
-CACHED_GRAMMARS, CACHED_BYTES = 128, 4 << 20
+CACHED_GRAMMARS, CACHED_BYTES = 64, 4 << 20
 """Compiled grammars that are kept, and the bytes of their texts together."""
 
 STACK_BYTES = 64 << 20
@@ -49,7 +49,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"
 
 LIMITS = LLParserLimits(
     max_items_in_row=20_000,  # a schema of 2,500 optional properties takes 10,000
-    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_lexer_states=20_000,  # some 400 bytes each; all Sequences of a grammar share them
     verbose_errors=False,  # they hold the output so far
 )
 """The other limits are the compiler's own. Of what was tried to be slow within them, the slowest took a second of one
