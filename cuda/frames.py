@@ -12,11 +12,14 @@ kv_append and page copies write it.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda.errors import ShapeMismatch
+from cuda.growing_memory import GrowingMemory
 from cuda.tensors import check_head_size, element_of
 from mm.addresses import PAGE_SIZE
 
@@ -82,14 +85,17 @@ class FrameLayout:
 
 
 class FramePool:
-    """The memory of all frames, zeroed."""
+    """The memory of all frames, zeroed. `usable` of them have memory: all, but in a GrowingFramePool."""
 
     def __init__(self, layout: FrameLayout, frames: int, device: str | torch.device) -> None:
         self.layout = layout
-        self.frames = frames
+        self.frames = self.usable = frames
         shape = (frames, layout.layers, layout.kv_heads, 2, PAGE_SIZE * layout.head_dim)
-        self.data = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.data = self._memory(shape, torch.device(device))
         self._base = self.data.data_ptr()
+
+    def _memory(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=self.layout.dtype, device=device)
 
     def layer_address(self, layer: int) -> int:
         """Where `layer`'s part of frame 0 begins. The part of frame f lies f * layout.frame_bytes further."""
@@ -110,3 +116,46 @@ class FramePool:
                 f"keys and values must be {shape}; they are {tuple(keys.shape)} and {tuple(values.shape)}"
             )
         self.data[frames.long(), layer] = to_blobs(torch.stack((keys, values), dim=2).to(self.layout.dtype))
+
+
+class GrowingFramePool(FramePool):
+    """A pool with addresses for `most` frames, of which the first `usable` have memory."""
+
+    def __init__(self, layout: FrameLayout, frames: int, most: int, device: str | torch.device) -> None:
+        """Raises DriverError if there is no memory for `frames`."""
+        self._first = frames
+        super().__init__(layout, most, device)
+        self.usable = frames
+
+    def _memory(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        size_bytes = shape[0] * self.layout.frame_bytes
+        self._growing = GrowingMemory(load_driver(), index, size_bytes)
+        self._growing.resize(self._first * self.layout.frame_bytes)
+        flat = torch.as_tensor(_DeviceBytes(self._growing.address, size_bytes), device=torch.device("cuda", index))
+        return flat.view(self.layout.dtype).view(shape)
+
+    def resize(self, frames: int) -> None:
+        """Have memory for the first `frames` frames, zeroed where it is new. Nothing may use those that go any more.
+
+        Raises DriverError if there is not enough; then nothing has changed.
+        """
+        self._growing.resize(frames * self.layout.frame_bytes)
+        self.usable = frames
+
+
+def load_driver() -> Any:
+    """The CUDA driver's functions, as Python has them."""
+    return import_module("cuda.bindings.driver")
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceBytes:
+    """Bytes at an address of the device, as torch takes memory that it does not own."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3}

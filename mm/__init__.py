@@ -1,7 +1,7 @@
 """The memory manager: the KV cache run as an operating system runs RAM. It decides; executors carry its orders out.
 
 Invariants, cited by number where they are upheld, recomputed by `MemoryManager.audit`:
-  1. free + held frames = total.
+  1. free + held frames = usable ones.
   2. A frame's reference count is the number of page table entries and prefix pins that name it.
   3. A frame with several references, or whose content the page cache or a swap slot has, is never written: who wants to
      write gets a copy first.

@@ -25,7 +25,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
     active = int(np.count_nonzero(references))
     tenants = range(len(memory.tenants.names))
     return MemoryInformation(
-        total_frames=memory.frames.total,
+        total_frames=memory.frames.usable,
         free_frames=memory.frames.free_frames,
         active_frames=active,
         shared_frames=int(np.count_nonzero(references > 1)),
@@ -35,7 +35,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         unused_tokens=mapped * memory.page_size - tokens,
         page_size=memory.page_size,
         cached_frames=memory.lru.idle_pages,
-        copying_frames=memory.frames.total - memory.frames.free_frames - active - memory.lru.idle_pages,
+        copying_frames=memory.frames.usable - memory.frames.free_frames - active - memory.lru.idle_pages,
         pinned_frames=memory.pins.pages,
         available_frames=memory.available_frames,
         committed_frames=memory.ledger.committed,
@@ -43,8 +43,8 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         cached_pages=len(memory.cache),
         active_pages=memory.lru.active_pages,
         inactive_frames=sum(memory.lru.size(tenant, LruList.INACTIVE) for tenant in tenants),
-        total_slots=memory.swap.total,
-        free_slots=memory.swap.total - memory.swap.used_slots,
+        total_slots=memory.swap.usable,
+        free_slots=memory.swap.usable - memory.swap.used_slots,
         sequence_slots=memory.swap.sequence_slots,
         cached_slots=sum(memory.lru.size(tenant, LruList.SWAPPED) for tenant in tenants),
         saved_frames=memory.frames.saved,

@@ -98,6 +98,10 @@ def _frames(memory: "MemoryManager") -> Iterator[str]:
     is_free = np.zeros(frames.total, np.bool_)
     is_free[free] = True
     held = (frames.references > 0) | (frames.pins > 0) | (memory.cache.entries_of_frames != ABSENT)
+    closed = np.arange(frames.total) >= frames.usable
+    for frame in np.flatnonzero(closed & (held | is_free))[:MOST].tolist():
+        yield f"frame {frame} is closed, and free or held"
+    held |= closed
     for frame in np.flatnonzero(is_free == held)[:MOST].tolist():
         state = "free and held" if is_free[frame] else "neither free nor held: leaked"
         yield f"frame {frame}{_last_owner(memory, frame)} is {state}"
@@ -236,7 +240,7 @@ def _tenants(memory: "MemoryManager") -> Iterator[str]:
     """Invariant 11: every held frame is charged once, a mapped one to a tenant that maps it."""
     tenants, frames = memory.tenants, memory.frames
     count = len(tenants.names)
-    held = np.ones(frames.total, np.bool_)
+    held = np.arange(frames.total) < frames.usable
     held[frames.free_list] = False
     usage = np.bincount(tenants.of_frame[held], minlength=count)
     used = np.arange(memory.swap.total) < memory.swap.opened

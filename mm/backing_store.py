@@ -24,6 +24,7 @@ class BackingStore:
     def __init__(self, slots: int, slot_bytes: int, *, page_locked: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         """slots: at most. Takes no memory yet. chunk_bytes: at least one slot goes into a chunk."""
         self.slots = slots
+        self._most = slots
         self.slot_bytes = slot_bytes
         self._page_locked = page_locked
         self._slots_a_chunk = max(1, chunk_bytes // slot_bytes)
@@ -48,6 +49,14 @@ class BackingStore:
         if self._thread is None:
             self._thread = threading.Thread(target=self._allocate, name="backing-store", daemon=True)
             self._thread.start()
+
+    def resize(self, slots: int) -> None:
+        """Keep memory for `slots` slots at most, never more than at the start: whole chunks beyond go."""
+        with self._changed:
+            self.slots = min(slots, self._most)
+            self._wanted = min(self._wanted, self.slots)
+            del self._chunks[-(-self.slots // self._slots_a_chunk) :]
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Block until all that was asked for is there, or nothing more will come."""
@@ -82,7 +91,8 @@ class BackingStore:
                 self._changed.wait_for(lambda: self._is_closed or self.ready_slots < self._wanted)
             if self._is_closed:
                 return
-            size = min(self.slots - self.ready_slots, self._slots_a_chunk)
+            place = len(self._chunks)
+            size = min(self._most - place * self._slots_a_chunk, self._slots_a_chunk)
             try:
                 chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
             except RuntimeError as error:  # torch's word for memory that cannot be had or locked
@@ -92,5 +102,6 @@ class BackingStore:
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._chunks.append(chunk)
+                if len(self._chunks) == place and place * self._slots_a_chunk < self.slots:  # else resized meanwhile
+                    self._chunks.append(chunk)
                 self._changed.notify_all()

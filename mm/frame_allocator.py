@@ -7,6 +7,8 @@
     sealed       the page cache or a swap slot has this very content: it is never written in place, and its last
                  release hands it to `Residency`, which knows what becomes of it
 
+Frames from `usable` on are closed: they are neither free nor held, and have no memory behind them (mm/resizing.py).
+
 Invariants (numbers of mm/__init__.py): 1 (free + held = total), 2 (counts are exact), 5 (all or nothing), 7 (pins).
 Every operation costs in proportion to the frames it is given, never to the size of the pool.
 """
@@ -24,10 +26,11 @@ class FrameAllocator:
     def __init__(self, total: int, tenants: Tenants) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one frame, got {total}")
-        self.total = total
+        self.total = total  # what there is a place for in every array; those below `usable` are in use
+        self.usable = total
         self.allocated = self.freed = 0  # events since the start
         self.mapped = 0  # frames with a reference
-        self.fewest_free = total  # since the start
+        self.most_held = 0  # since the start
         self.saved = 0  # references beyond the first of each frame: frames that are not needed, thanks to sharing
         self.references: Int32Array = np.zeros(total, np.int32)  # read by others, written only here
         self.pins: Int32Array = np.zeros(total, np.int32)
@@ -51,6 +54,22 @@ class FrameAllocator:
         """(free_frames,) the free frames, for audits."""
         return self._stack[: self._free].copy()
 
+    def close(self, first: int) -> None:
+        """Frames from `first` on are not handed out any more. All of them must be free."""
+        stack = self._stack[: self._free]
+        kept = stack[stack < first]
+        if self._free - len(kept) != self.usable - first:
+            raise FrameNotHeld(f"closed a frame that is held, of those from {first} on")
+        self._stack[: len(kept)] = kept
+        self._free, self.usable = len(kept), first
+
+    def open(self, end: int) -> None:
+        """Frames below `end` can be handed out from now on, the free ones before the new."""
+        new = np.arange(end - 1, self.usable - 1, -1, dtype=np.int32)
+        self._stack[len(new) : len(new) + self._free] = self._stack[: self._free].copy()
+        self._stack[: len(new)] = new
+        self._free, self.usable = self._free + len(new), end
+
     def allocate(self, tenants: Int32Array, *, references: int = 1) -> Int32Array:
         """Take one frame for each of `tenants` (N,), with `references` references (0 or 1): (N,) int32.
 
@@ -62,7 +81,7 @@ class FrameAllocator:
         frames = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
         self.allocated += count
-        self.fewest_free = min(self.fewest_free, self._free)
+        self.most_held = max(self.most_held, self.usable - self._free)
         self.references[frames] = references
         self.mapped += count if references else 0
         self._tenants.charge(frames, tenants)

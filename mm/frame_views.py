@@ -93,7 +93,7 @@ class FrameFacts:
 
 
 def copied_alone(memory: "MemoryManager") -> BoolArray:
-    """(F,) frames that nothing but a copy holds."""
+    """(total,) frames that nothing but a copy holds."""
     frames = memory.frames
     alone: BoolArray = (frames.pins > 0) & (frames.references == 0)
     return alone
@@ -117,7 +117,7 @@ def frame_map(memory: "MemoryManager") -> FrameMap:
     states |= cached.view(np.uint8) << 4
     if memory.swap.total:
         states |= (memory.swap.slots_of_frames >= 0).view(np.uint8) << 5
-    return FrameMap(states, shares, slot_states(memory))
+    return FrameMap(states[: frames.usable], shares[: frames.usable], slot_states(memory))
 
 
 def slot_states(memory: "MemoryManager") -> Bytes:
@@ -129,7 +129,7 @@ def slot_states(memory: "MemoryManager") -> Bytes:
     states[np.asarray(swap.references) > 0] = SlotState.SEQUENCE
     states[np.asarray(swap.pins) > 0] = SlotState.COPYING
     states[swap.opened :] = SlotState.CLOSED
-    return states
+    return states[: swap.usable]
 
 
 def resident_and_proportional(memory: "MemoryManager", rows: Int32Array) -> tuple[Int64Array, FloatArray]:

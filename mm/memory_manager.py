@@ -45,6 +45,7 @@ from mm.publisher import Publisher
 from mm.reclaim import Reclaimer, Watermarks
 from mm.refault import Shadows
 from mm.residency import Residency
+from mm.resizing import Beyond, beyond, resize
 from mm.room import Room
 from mm.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from mm.statistics import Event, EventCounters, MappedRun, MemoryInformation, SequenceMemory, TenantMemory, WorkingSet
@@ -93,7 +94,7 @@ class MemoryManager:
         self.victims: deque[tuple[int, Victim]] = deque(maxlen=64)  # (step, who was chosen and from which table)
         self.ledger = CommitLedger(max_rows, frames)
         self._limits: Int32Array = np.zeros(max_rows, np.int32)  # tokens at which each row will end, 0: not promised
-        self.pins = PrefixPins(self.residency, quota=frames // 8, limit=frames // 4)
+        self.pins = PrefixPins(self.residency, *PrefixPins.shares_of(frames))
         self.pressure = PressureMeter()
         self._tenant_pressure: dict[str, PressureMeter] = {}
         # events since the start
@@ -139,7 +140,7 @@ class MemoryManager:
     @property
     def max_tokens(self) -> int:
         """The most positions that one address space can ever hold."""
-        return min(self.frames.total, self.tables.max_pages) * self.page_size
+        return min(self.frames.usable, self.tables.max_pages) * self.page_size
 
     def max_tokens_of(self, tenant: str | None) -> int:
         """Positions that one request of `tenant` can hold in all its address spaces together, whatever others do: up to
@@ -147,8 +148,8 @@ class MemoryManager:
         """
         names, limits = self.tenants.names, self.tenants.limits
         others = sum(each.min for name, each in zip(names, limits, strict=True) if name != tenant)
-        most = limits[names.index(tenant)].max if tenant in names else self.frames.total
-        return max(0, min(self.frames.total - others - self.pins.pages, most)) * self.page_size
+        most = limits[names.index(tenant)].max if tenant in names else self.frames.usable
+        return max(0, min(self.frames.usable - others - self.pins.pages, most)) * self.page_size
 
     @property
     def limited_tenants(self) -> list[str]:
@@ -566,6 +567,18 @@ class MemoryManager:
     def note_action(self, row: int, number: int) -> None:
         """An operator has done something, to a row or (ABSENT) to the whole."""
         self._record(EventKind.ACTION, row, number, 1)
+
+    # --- resizing (mm/resizing.py)
+
+    def beyond(self, frames: int, slots: int) -> Beyond:
+        """What stands in the way of a pool of `frames` frames and an area of `slots` slots. Changes nothing."""
+        return beyond(self, frames, slots)
+
+    def resize(self, frames: int, slots: int) -> None:
+        """Use the first `frames` frames and `slots` slots from now on. Nothing must stand in the way; idle cached pages
+        beyond go. Raises ValueError.
+        """
+        resize(self, frames, slots)
 
     # --- asking ahead
 

@@ -28,19 +28,19 @@ class CommitLedger:
         self.mode = OvercommitMode.HEURISTIC
         self.committed = 0
         self.charges: Int32Array = np.zeros(rows, np.int32)
-        self._total = total_frames
+        self.total_frames = total_frames  # written when the pool is resized
 
     def limit(self, pinned_frames: int) -> int:
         """Frames that can be promised: all but those that are held by hand."""
-        return self._total - pinned_frames
+        return self.total_frames - pinned_frames
 
     def check(self, pages: int, pinned_frames: int) -> None:
         """Raises OverCommit if `pages` more may not be promised in this mode."""
         limit = self.limit(pinned_frames)
         if self.mode is OvercommitMode.STRICT and pages and self.committed + pages > limit:
             raise OverCommit(pages, self.committed, limit)
-        if self.mode is OvercommitMode.HEURISTIC and pages > self._total:
-            raise OverCommit(pages, 0, self._total)
+        if self.mode is OvercommitMode.HEURISTIC and pages > self.total_frames:
+            raise OverCommit(pages, 0, self.total_frames)
 
     def promise(self, row: int, pages: int) -> None:
         self.charges[row] = pages

@@ -37,6 +37,11 @@ class PrefixPins:
         self._last_number = 0
         self._residency = residency
 
+    @staticmethod
+    def shares_of(frames: int) -> tuple[int, int]:
+        """(quota, limit) of a pool."""
+        return frames // 8, frames // 4
+
     def pin(self, owner: str, tenant: str, entries: list[int], tokens: int, now: float, expires_s: float | None) -> Pin:
         """Hold the resident pages of these cached entries. Raises QuotaExceeded, and then holds nothing."""
         held = self.pages_of(owner)

@@ -40,7 +40,8 @@ class SwapSpace:
     def __init__(
         self, total: int, opened: int, frames: int, tenants: Tenants, bounds: SwapBounds | None = None
     ) -> None:
-        self.total = total
+        self.total = total  # what there is a place for in every array; those below `usable` are in use
+        self.usable = total
         self.opened = opened
         self.bounds = bounds or SwapBounds.for_slots(total)
         self.sequence_slots = 0  # slots with references
@@ -75,8 +76,16 @@ class SwapSpace:
 
     def open(self, slots: int) -> None:
         """The first `slots` slots have memory behind them from now on: never fewer than before."""
+        slots = min(slots, self.usable)
         self._free[:0] = range(slots - 1, self.opened - 1, -1)
         self.opened = max(slots, self.opened)
+
+    def resize(self, slots: int) -> None:
+        """Slots from `slots` on are not handed out any more, and must be free; others can be opened again."""
+        kept = [slot for slot in self._free if slot < slots]
+        assert len(self._free) - len(kept) == max(0, self.opened - slots)
+        self._free, self.usable, self.opened = kept, slots, min(self.opened, slots)
+        self.bounds = SwapBounds.for_slots(slots)
 
     def allocate(self, tenant: int, count: int) -> list[int]:
         """Take free slots, each pinned once and charged to `tenant`. There must be enough."""

@@ -76,6 +76,7 @@ class _Computed(NamedTuple):
 class CpuExecutor:
     """`model.executor.Executor` in torch. Takes the parameters over: they are repacked in place."""
 
+    resizes_frames = True
     polls = 0  # a step takes milliseconds: let a thread wait
 
     def __init__(
@@ -146,6 +147,11 @@ class CpuExecutor:
             raise RuntimeError("the executor is closed")
         if len(orders):
             self._queue.put(partial(self._swap, orders))
+
+    def resize(self, frames: int, slots: int) -> None:
+        """Memory is taken when it is touched, so only giving it back is work."""
+        self._store.resize(slots)
+        self._queue.put(partial(self.pool.give_back, frames))
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets of swap orders that have ended, and whether they succeeded."""

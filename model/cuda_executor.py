@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from cuda.adjust import Adjust, StepMasks, adjust_bytes
-from cuda.frames import FrameLayout, FramePool
+from cuda.errors import DriverError
+from cuda.frames import FrameLayout, FramePool, GrowingFramePool
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
 from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
@@ -33,7 +34,7 @@ from mm.shared_prefixes import SharedPrefixes
 from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.cuda_rows import CudaRows, row_memory_bytes
-from model.errors import OutOfDeviceMemory
+from model.errors import CannotResize, OutOfDeviceMemory
 from model.kernels import SCORED_AT_ONCE
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
@@ -127,8 +128,9 @@ class DeviceProgram:
         max_tokens: int,
         page_locked: bool,
         thin_rows: int | None = None,
+        most_frames: int | None = None,
     ) -> None:
-        """thin_rows: as for CudaKernels."""
+        """thin_rows: as for CudaKernels. most_frames: as for CudaExecutor."""
         device = parameters.embedding.device
         layout = FrameLayout(config.layers, config.kv_heads, config.head_dim, parameters.embedding.dtype)
         words = words_for(
@@ -155,7 +157,10 @@ class DeviceProgram:
             buffers = _buffer_bytes(config, layout.dtype, max_tokens, max_running)
             buffers += row_memory_bytes(max_rows, max_pages * PAGE_SIZE)
             frames = _frames_that_fit(layout, utilization, buffers, max_running * max_pages)
-        self.pool = FramePool(layout, frames, device)
+        if most_frames is None:
+            self.pool = FramePool(layout, frames, device)
+        else:
+            self.pool = GrowingFramePool(layout, frames, max(frames, most_frames), device)
         self.kernels = CudaKernels(config, loader, self.pool, self.state, thin_rows=thin_rows)
         self._parameters = parameters
         self._groups: SharedPrefixes | None = None  # those of the last plan that had some
@@ -299,6 +304,7 @@ class CudaExecutor:
         max_rows: int,
         max_pages: int,
         max_batched_tokens: int,
+        most_frames: int | None = None,
         swap_bytes: int = 0,
         graphs: bool = True,
         thin_rows: int | None = None,
@@ -306,7 +312,8 @@ class CudaExecutor:
     ) -> None:
         """max_running: Sequences in a step; max_rows: those, and the ones that are swapped out. frames: of the pool;
         None: as `utilization` of the device's memory holds and max_rows x max_pages can use. swap_bytes: of the swap
-        area, which is at most as large as the pool. thin_rows: as for CudaKernels.
+        area, which is at most as large as the pool. most_frames: that the pool may be made to have later; None: it
+        cannot be resized. thin_rows: as for CudaKernels.
 
         Raises OutOfDeviceMemory if there is no room for a frame; UnsupportedDevice if there are no kernels for it.
         """
@@ -323,6 +330,7 @@ class CudaExecutor:
                 parameters,
                 loader,
                 frames=frames,
+                most_frames=most_frames,
                 utilization=utilization,
                 max_running=max_running,
                 max_rows=max_rows,
@@ -333,6 +341,8 @@ class CudaExecutor:
             )
             self.results, self.masks = self._program.results, self._program.masks.words
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
+            self.start_frames = self._program.pool.usable
+            self.resizes_frames = isinstance(self._program.pool, GrowingFramePool)
             self.slots = min(swap_bytes // self.frame_bytes, self.frames)
             self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
             self._mover = SwapMover(self._program.pool, self._store)
@@ -373,6 +383,19 @@ class CudaExecutor:
     def want_slots(self, slots: int) -> None:
         """BackingStore.want."""
         self._store.want(slots)
+
+    def resize(self, frames: int, slots: int) -> None:
+        """Frames that go are unmapped when the steps and copies submitted so far have ended: it waits for those."""
+        pool = self._program.pool
+        if frames != pool.usable:
+            if not isinstance(pool, GrowingFramePool):
+                raise CannotResize("the pool was made in one piece")
+            torch.cuda.synchronize(self._device_index)
+            try:
+                pool.resize(frames)
+            except DriverError as error:
+                raise CannotResize(f"no memory for {frames} frames: {error}") from error
+        self._store.resize(slots)
 
     def start(self, orders: SwapOrders) -> None:
         """Enqueue swap copies on the side stream, behind the steps submitted so far."""

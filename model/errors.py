@@ -6,6 +6,7 @@ ModelError                    any of these: the service prints the message and e
 ├── UnknownArchitecture       the network is not one of ours
 ├── UnsupportedFeature        the network is ours, but asks for something that is not built (never run half right)
 └── OutOfDeviceMemory         weights, steps and at least one frame do not fit the device
+CannotResize                  an operator asked for a pool or swap area of another size, and it is not to be had
 """
 
 
@@ -31,6 +32,10 @@ class OutOfDeviceMemory(ModelError):
 
 class NoNativeKernels(ModelError):
     """There is no C++ compiler, it failed, or what it wrote cannot be loaded."""
+
+
+class CannotResize(Exception):
+    """A pool or a swap area cannot have another size while the server runs. The message is for operators."""
 
 
 class UnsupportedFeature(ModelError):

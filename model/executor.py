@@ -14,7 +14,8 @@ class Executor(Protocol):
     result of step k.
     """
 
-    frames: int  # frames in the pool
+    frames: int  # frames that the pool can have at most
+    resizes_frames: bool  # whether it can have fewer, and more again, while steps run
     frame_bytes: int  # keys and values of one page, all layers
     vocabulary: int  # rows of the output matrix
     slots: int  # swap slots that it can copy frames to and from; 0: no swap
@@ -52,6 +53,12 @@ class Executor(Protocol):
         """Nothing runs: make one thing ready that later steps are faster with. Takes milliseconds at most.
 
         Returns whether there is more.
+        """
+        ...
+
+    def resize(self, frames: int, slots: int) -> None:
+        """From now on the first `frames` frames and `slots` slots are used. Those that come have memory behind them
+        when this returns; those that go give it back, behind the steps submitted so far. Raises CannotResize.
         """
         ...
 

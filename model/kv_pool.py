@@ -7,7 +7,9 @@ the pool must be finite at all times: it is zero at allocation, and whoever writ
 (NaN becomes 0, infinities the largest number) and raises the row's `failed` flag instead.
 """
 
-import numpy as np
+import mmap
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -29,10 +31,20 @@ class KvPool:
         self.page_size = page_size
         self.layers = config.layers
         self.kv_heads = config.kv_heads
-        # numpy takes zero pages from the system, which cost nothing until written. torch.zeros writes them all: 2 GiB
-        # would be 2.5 s of start, and resident before the first request.
-        size_bytes = frames * frame_bytes(config, dtype, page_size)
-        self.data = torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
+        # The system gives zero pages, which cost nothing until written, and takes them back. torch.zeros writes them
+        # all: 2 GiB would be 2.5 s of start, and resident before the first request.
+        self._frame_bytes = frame_bytes(config, dtype, page_size)
+        self._memory = mmap.mmap(-1, frames * self._frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.data = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
+
+    def give_back(self, first: int) -> None:
+        """Frames from `first` on give their memory to the system, as far as it has whole pages; they are zero then."""
+        start = -(-first * self._frame_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < len(self._memory) and hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED, start, len(self._memory) - start)
 
     def frame(self, number: int) -> Tensor:
         """(frame_bytes,) uint8: one frame, all layers, as bytes."""

@@ -98,6 +98,13 @@ class SetLimits(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     isolate: bool | None = None
 
 
+class Resize(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the pool and of the swap area; what is left out stays."""
+
+    frames: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    slots: Count | None = None
+
+
 class Drain(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Admit nothing more; after timeout_s, end what still runs. None: it may run to its end."""
 
@@ -119,6 +126,7 @@ BODIES: Mapping[str, type[ActionBody]] = {
     "watermarks": SetWatermarks,
     "overcommit": Overcommit,
     "tenants/{of}": SetLimits,
+    "resize": Resize,
     "drain": Drain,
 }
 """Every action, by its path."""

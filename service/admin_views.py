@@ -152,9 +152,9 @@ def pools(inside: Inside, asked: Look) -> Facts:
 
     return {
         "pools": [
-            pool("kv_frames", frames.total - frames.free_frames, frames.total, executor.frame_bytes,
-                 frames.total - frames.fewest_free),
-            pool("swap_slots", swap.used_slots, swap.total, executor.frame_bytes),
+            pool("kv_frames", frames.usable - frames.free_frames, frames.usable, executor.frame_bytes,
+                 frames.most_held),
+            pool("swap_slots", swap.used_slots, swap.usable, executor.frame_bytes),
             pool("page_tables", tables.max_rows - tables.free_rows, tables.max_rows, row_bytes),
             pool("page_cache", len(cache), cache.capacity, 4 * memory.page_size),
             pool("shadows", len(memory.shadows), memory.shadows.capacity, 32),
@@ -191,14 +191,14 @@ def frames(inside: Inside, asked: Look) -> Facts:
     """/proc/kpageflags, a frame a line; ?state= ?order=frame|uses|references ?limit= ?offset=."""
     memory, query = inside.memory, asked.query
     states = frame_map(memory).states & STATE_BITS
-    chosen = np.arange(memory.frames.total, dtype=np.int32)
+    chosen = np.arange(memory.frames.usable, dtype=np.int32)
     if query.state is not None:
         names = [state.name.lower() for state in FrameState]
         if query.state not in names:
             raise BadRequest(f"state is one of {', '.join(names)}, not {quoted(query.state)}", param="state")
         chosen = np.flatnonzero(states == FrameState[query.state.upper()]).astype(np.int32)
     chosen = _ordered(memory, chosen, query.order)[query.offset : query.offset + query.limit]
-    return {"total": memory.frames.total, "frames": frame_facts(memory, chosen, inside.engine.now)}
+    return {"total": memory.frames.usable, "frames": frame_facts(memory, chosen, inside.engine.now)}
 
 
 def _ordered(memory: MemoryManager, chosen: Int32Array, order: str | None) -> Int32Array:
@@ -218,8 +218,8 @@ def frame(inside: Inside, asked: Look) -> Facts:
     """One frame, with what has happened to it as far as that is recorded."""
     memory = inside.memory
     number = int(asked.of) if asked.of.isascii() and asked.of.isdigit() else ABSENT
-    if not 0 <= number < memory.frames.total:
-        raise NotFound(f"There is no frame {quoted(asked.of)}: they are 0 to {memory.frames.total - 1}.")
+    if not 0 <= number < memory.frames.usable:
+        raise NotFound(f"There is no frame {quoted(asked.of)}: they are 0 to {memory.frames.usable - 1}.")
     (facts,) = frame_facts(memory, np.array([number], np.int32), inside.engine.now)
     history = [
         {"ts": inside.wall_clock(event.now), "step": event.step, "kind": event.kind, "owner": event.owner}
@@ -248,7 +248,7 @@ def swaps(inside: Inside, asked: Look) -> Facts:
     rows = memory.tables.rows_in_use()
     swapped = [(row, int(np.count_nonzero(memory.tables.mapped(row) < ABSENT))) for row in rows.tolist()]
     return {
-        "total": memory.swap.total,
+        "total": memory.swap.usable,
         "used": memory.swap.used_slots,
         "opened": memory.swap.opened,
         "slot_bytes": executor.frame_bytes,

@@ -85,11 +85,10 @@ def assemble(
         parameters = load_parameters(folder, config, dtype, device, partial(report.progress, "weights"))
     report.ended("weights")
     weights_bytes = parameters.size_bytes()
-    executor: Executor
     if on_gpu:
-        executor = _cuda_executor(settings, config, parameters, sizes, thin_rows, report)
+        executor, frames, slots = _cuda_executor(settings, config, parameters, sizes, thin_rows, report)
     elif thin_rows is None:
-        executor = _cpu_executor(settings, config, parameters, sizes, native)
+        executor, frames, slots = _cpu_executor(settings, config, parameters, sizes, native)
     else:
         raise ConfigurationError("thin_rows belongs to the CUDA kernels: on a CPU there are none")
     memory = MemoryManager(
@@ -101,8 +100,11 @@ def assemble(
         opened_slots=0,
         watermarks=Watermarks.from_shares(executor.frames, *watermark_shares(settings)),
     )
+    if (frames, slots) != (executor.frames, executor.slots):
+        memory.resize(frames, slots)  # there is room for more: operators may have it
+        executor.resize(frames, slots)
     memory.ledger.mode = OvercommitMode(settings.overcommit)
-    for name, limits in tenant_limits(settings.tenants, executor.frames, executor.slots, executor.frame_bytes).items():
+    for name, limits in tenant_limits(settings.tenants, frames, slots, executor.frame_bytes).items():
         memory.tenants.set_limits(name, limits)
     bounds = SchedulerSettings(
         max_running=sizes.running,
@@ -160,6 +162,8 @@ def _sizes(settings: Settings, max_length: int, *, on_gpu: bool) -> _Sizes:
             f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({running}): a step gives each Sequence a token"
         )
     swap, host = settings.swap_memory_bytes, _host_memory_bytes()
+    if settings.swap_max_memory_bytes is not None:
+        swap = max(swap or 0, settings.swap_max_memory_bytes)
     if swap is not None and swap > host:
         raise ConfigurationError(f"swap_memory_bytes is {swap}, but there are {host} bytes of memory here in all")
     has_swap = on_gpu if swap is None else swap > 0
@@ -187,29 +191,33 @@ def _cuda_executor(
     sizes: _Sizes,
     thin_rows: int | None,
     report: StartReport,
-) -> Executor:
+) -> "tuple[Executor, int, int]":
+    """The executor, and how many of its frames and slots are in use at the start."""
     check_cuda_namespace()
     # imports CuPy and the kernels' loader: absent where there is no GPU
     from model.cuda_executor import CudaExecutor
 
     if settings.page_size != PAGE_SIZE:
         raise ConfigurationError(f"page_size is {settings.page_size}: the CUDA kernels take {PAGE_SIZE}")
-    frames = None
+    frames, most = None, settings.kv_cache_max_memory_bytes
     if settings.kv_cache_memory_bytes is not None:
         frames = _frames_in(settings.kv_cache_memory_bytes, config, parameters, settings.page_size)
-    return CudaExecutor(
+    swap_bytes = _host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes
+    executor = CudaExecutor(
         config,
         parameters,
         frames=frames,
+        most_frames=None if most is None else _frames_in(most, config, parameters, settings.page_size),
         utilization=settings.gpu_memory_utilization,
         max_running=sizes.running,
         max_rows=sizes.rows,
         max_pages=sizes.pages,
         max_batched_tokens=sizes.tokens,
-        swap_bytes=_host_memory_bytes() // 4 if settings.swap_memory_bytes is None else settings.swap_memory_bytes,
+        swap_bytes=max(swap_bytes, settings.swap_max_memory_bytes or 0),
         thin_rows=thin_rows,
         report=report,
     )
+    return executor, executor.start_frames, min(executor.slots, swap_bytes // executor.frame_bytes)
 
 
 def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, page_size: int) -> int:
@@ -245,21 +253,26 @@ def _native_kernels(settings: Settings, dtype: torch.dtype) -> ctypes.CDLL | Non
 
 def _cpu_executor(
     settings: Settings, config: ModelConfig, parameters: Parameters, sizes: _Sizes, native: ctypes.CDLL | None
-) -> Executor:
-    frames = _frames_in(settings.kv_cache_memory_bytes or CPU_KV_BYTES, config, parameters, settings.page_size)
-    frames = min(frames, sizes.running * sizes.pages)  # more could never be used
+) -> tuple[Executor, int, int]:
+    """The executor, and how many of its frames and slots are in use at the start."""
+    size_bytes, useful = settings.kv_cache_memory_bytes or CPU_KV_BYTES, sizes.running * sizes.pages
+    frames = min(_frames_in(size_bytes, config, parameters, settings.page_size), useful)  # more could never be used
+    most_bytes = max(size_bytes, settings.kv_cache_max_memory_bytes or 0)
+    most = min(_frames_in(most_bytes, config, parameters, settings.page_size), useful)
     size = frame_bytes(config, parameters.embedding.dtype, settings.page_size)
-    return CpuExecutor(
+    slots = (settings.swap_memory_bytes or 0) // size
+    executor = CpuExecutor(
         config,
         parameters,
-        frames=frames,
+        frames=most,
         max_rows=sizes.rows,
         max_pages=sizes.pages,
-        slots=(settings.swap_memory_bytes or 0) // size,
+        slots=max(slots, (settings.swap_max_memory_bytes or 0) // size),
         page_size=settings.page_size,
         threads=settings.threads,
         native=native,
     )
+    return executor, frames, slots
 
 
 def _host_memory_bytes() -> int:

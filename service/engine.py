@@ -419,6 +419,10 @@ class Engine:
             except PagewalkError as refusal:
                 future.set_exception(refusal)
 
+    def resized(self, slots: int) -> None:
+        """The swap area has another size: as many slots are open as there were, at most."""
+        self._ready_slots = min(self._ready_slots, slots)
+
     def abort_all(self) -> None:
         """End whatever is open, before the next step."""
         for sequence in list(self.scheduler.open_sequences()):

@@ -3,7 +3,9 @@
 An operation is a function that changes something and says what was and what is. A refusal changes nothing.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +13,11 @@ import msgspec
 import numpy as np
 import structlog
 
-from mm import ABSENT, Advice, Namespace, OutOfSwapSlots, OvercommitMode, QuotaExceeded, Watermarks
+from mm import ABSENT, Advice, MemoryManager, Namespace, OutOfSwapSlots, OvercommitMode, QuotaExceeded, Watermarks
 from mm.addresses import pages_for
 from mm.frame_views import page_hash
 from mm.tenants import MAX_TENANTS, UNLIMITED, TenantLimits
+from model.errors import CannotResize
 from service.action_log import Done
 from service.admin_bodies import (
     BODIES,
@@ -24,6 +27,7 @@ from service.admin_bodies import (
     OomScoreAdj,
     Overcommit,
     PinPrefix,
+    Resize,
     SetLimits,
     SetPriority,
     SetWatermarks,
@@ -32,11 +36,14 @@ from service.admin_bodies import (
 from service.admin_sequences import all_sequences, find, name_of
 from service.admin_views import Facts, Inside
 from service.engine_client import Abort
-from service.errors import BadRequest
+from service.errors import BadRequest, ServiceUnavailable
 from service.open_requests import describe
 from service.questions import Act, Answers
 from service.request import Sequence, State
 from service.sequences import row_of, space_of
+
+COPY_POLL_S, COPY_TRIES = 0.01, 200
+"""How often and how many times an action is tried again for which swap copies have to end first."""
 
 log = structlog.get_logger("pagewalk.admin")
 
@@ -63,6 +70,10 @@ class Operations:
         """From now on."""
 
         async def act(front_end: int, question: Act) -> bytes:
+            for _ in range(COPY_TRIES):
+                with suppress(CopiesUnderWay):
+                    return await self.inside.engine.between_steps(lambda: self.act(question))
+                await asyncio.sleep(COPY_POLL_S)
             return await self.inside.engine.between_steps(lambda: self.act(question))
 
         answers.on(Act, act)
@@ -225,7 +236,7 @@ def _check_has_memory(sequence: Sequence) -> None:
 
 def _no_slots(operations: Operations) -> BadRequest:
     swap = operations.inside.memory.swap
-    words = "this server has no swap area" if not swap.total else f"{swap.free_slots} of {swap.total} slots are free"
+    words = "this server has no swap area" if not swap.usable else f"{swap.free_slots} of {swap.usable} slots are free"
     return BadRequest(f"its pages do not fit into swap: {words}")
 
 
@@ -305,8 +316,8 @@ def watermarks(operations: Operations, of: str, body: SetWatermarks) -> Change:
         after: Watermarks = replace(before, **given)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    if after.high > memory.frames.total:
-        raise BadRequest(f"high is {after.high}, and there are {memory.frames.total} frames", param="high")
+    if after.high > memory.frames.usable:
+        raise BadRequest(f"high is {after.high}, and there are {memory.frames.usable} frames", param="high")
     memory.reclaimer.watermarks = after
     return _watermarks(before), _watermarks(after)
 
@@ -336,7 +347,7 @@ def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
     except ValueError as error:
         raise BadRequest(str(error)) from None
     tenants.set_limits(of, after)
-    if sum(limits.min for limits in tenants.limits) > memory.frames.total:
+    if sum(limits.min for limits in tenants.limits) > memory.frames.usable:
         tenants.set_limits(of, before)
         raise BadRequest("the min of all tenants together are more frames than there are", param="min")
     try:
@@ -352,6 +363,50 @@ _LIMITS = frozenset(("min", "low", "high", "max", "swap_max", "weight", "isolate
 
 def _limits(limits: TenantLimits) -> Facts:
     return {name: "max" if (value := getattr(limits, name)) == UNLIMITED else value for name in sorted(_LIMITS)}
+
+
+def resize(operations: Operations, of: str, body: Resize) -> Change:
+    """Use fewer frames and slots, or more, up to what was reserved at the start. What is cached at the end goes; whose
+    pages are there computes them again, in other frames.
+    """
+    engine, memory = operations.inside.engine, operations.inside.memory
+    frames = memory.frames.usable if body.frames is None else body.frames
+    slots = memory.swap.usable if body.slots is None else body.slots
+    before = _sizes(memory)
+    if frames > memory.frames.total:
+        raise BadRequest(f"at most {memory.frames.total} frames were reserved at the start", param="frames")
+    if slots > memory.swap.total:
+        raise BadRequest(f"at most {memory.swap.total} slots were reserved at the start", param="slots")
+    if frames != memory.frames.usable and not engine.executor.resizes_frames:
+        raise BadRequest("this pool was made in one piece: start the server with --kv-cache-max-memory-bytes")
+    if (floor := sum(limits.min for limits in memory.tenants.limits)) > frames:
+        raise BadRequest(f"the min of all tenants together are {floor} frames", param="frames")
+    gone = (memory.frames.usable - frames) * memory.page_size
+    operations.check_all_still_fit(lambda tenant: memory.max_tokens_of(tenant) - gone)
+    found = memory.beyond(frames, slots)
+    if found.pins:
+        raise BadRequest(f"the frames at the end are held by the pins {found.pins}: unpin them first", param="frames")
+    if found.is_copying:
+        raise CopiesUnderWay("copies to or from what is to go are under way: try again", retry_after_s=1)
+    grows = frames > memory.frames.usable or slots > memory.swap.usable
+    try:
+        if grows:  # memory comes before it is used
+            engine.executor.resize(max(frames, memory.frames.usable), max(slots, memory.swap.usable))
+        engine.scheduler.let_go(found.rows)
+        memory.resize(frames, slots)
+        engine.resized(slots)
+        engine.executor.resize(frames, slots)
+    except CannotResize as error:
+        raise BadRequest(str(error)) from None
+    return before, _sizes(memory)
+
+
+def _sizes(memory: MemoryManager) -> Facts:
+    return {"frames": memory.frames.usable, "slots": memory.swap.usable}
+
+
+class CopiesUnderWay(ServiceUnavailable):
+    """Swap copies end by themselves: the same action may be carried out soon."""
 
 
 def drain(operations: Operations, of: str, body: Drain) -> Change:
@@ -379,6 +434,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "watermarks": watermarks,
     "overcommit": overcommit,
     "tenants/{of}": tenant_limits,
+    "resize": resize,
     "drain": drain,
 }
 assert OPERATIONS.keys() == BODIES.keys()

@@ -175,6 +175,16 @@ class Scheduler:
         """The last step that was put together."""
         return self._step
 
+    def let_go(self, rows: Int32Array) -> None:
+        """Whoever has one of these rows gives up what it holds, and computes it again; a search as a whole."""
+        for row in rows.tolist():
+            sequence = self._rows.sequences[row]
+            if sequence is None:
+                continue  # a beam of a search that has gone
+            for each in [sequence] if sequence.group is None else list(sequence.group.beams):
+                if each.space is not None:
+                    self.sequences.recompute(each)
+
     def last_step_of(self, sequence: Sequence) -> int | None:
         """The last step that it was in, in the row that it has; None: it has none, or has not run in it."""
         if sequence.space is None:

@@ -274,7 +274,7 @@ class Server:
                 dtype=assembly.dtype,
                 kernels=assembly.kernels,
                 page_size=settings.page_size,
-                frames=assembly.executor.frames,
+                frames=assembly.engine.scheduler.memory.frames.usable,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 max_model_len=assembly.client.limits.max_model_len,
                 tier="gpu" if assembly.device == "cuda" else "host",
@@ -318,7 +318,7 @@ class Server:
 
     def _announce(self, loaded: Loaded) -> None:
         assembly = loaded.assembly
-        limits = assembly.client.limits
+        limits, frames = assembly.client.limits, assembly.engine.scheduler.memory.frames.usable
         log.info(
             "ready",
             model=loaded.name,
@@ -329,8 +329,8 @@ class Server:
             admin=f"http://{url_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
             max_model_len=limits.max_model_len,
             largest_request_tokens=limits.request_tokens(DEFAULT_TENANT),
-            frames=assembly.executor.frames,
-            kv_bytes=assembly.executor.frames * assembly.executor.frame_bytes,
+            frames=frames,
+            kv_bytes=frames * assembly.executor.frame_bytes,
             seconds=round(time.monotonic() - self._started_s, 2),
             phases_s=loaded.phases_s,
         )

@@ -138,6 +138,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             size=True,
         ),
     ] = None
+    kv_cache_max_memory_bytes: Annotated[
+        Positive | None,
+        About(
+            "Device and memory",
+            "what the pool of keys and values may be made as large as while the server runs (docs/admin.md); addresses "
+            "are reserved for it, memory is not (default: as at the start)",
+            "SIZE",
+            size=True,
+        ),
+    ] = None
+    swap_max_memory_bytes: Annotated[
+        Positive | None,
+        About(
+            "Device and memory",
+            "the same of the memory of --swap-memory-bytes (default: as at the start)",
+            "SIZE",
+            size=True,
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float,
         Meta(gt=0, le=1),

@@ -51,3 +51,20 @@ def test_memory_is_taken_only_as_far_as_it_is_asked_for() -> None:
     assert store.ready_slots == 6  # whole chunks
     store.want(50)
     assert store.ready_slots == 6
+
+
+def test_a_smaller_area_gives_whole_chunks_back_and_can_be_as_large_again() -> None:
+    store = filled(BackingStore(10, 16, page_locked=False, chunk_bytes=64), 10)
+    store.slot(3).fill_(7)
+    store.resize(5)
+    assert store.ready_slots == 5
+    store.want(9)
+    store.wait()
+    assert store.ready_slots == 5
+    store.resize(10)
+    assert store.ready_slots == 8, "a chunk holds what it holds"
+    store = filled(store, 10)
+    assert store.ready_slots == 10
+    assert store.slot(3).tolist() == [7] * 16
+    assert len(store.slot(9)) == 16
+    store.close()

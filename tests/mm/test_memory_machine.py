@@ -67,7 +67,7 @@ OPERATIONS = {
     "arrive": 5, "create": 1, "fork": 2, "step": 8, "commit": 1, "truncate": 1, "release": 3,
     "swap_out": 2, "swap_in": 3, "background_reclaim": 1, "end_copies": 4, "preempt": 1, "wait": 1, "limit": 0.5,
     "pin": 0.7, "unpin": 0.5, "advise": 1, "advise_prefix": 1, "drop_caches": 0.2,
-    "commit_mode": 0.3, "open_slots": 0.3,
+    "commit_mode": 0.3, "open_slots": 0.3, "resize": 0.5,
 }  # fmt: skip
 NEED_A_SEQUENCE = {"fork", "step", "commit", "truncate", "release", "swap_out", "swap_in", "advise", "preempt"}
 LIMITS = [(0, 0, 100, 100), (0, 0, 100, 100), (2, 4, 100, 100), (0, 0, 4, 6), (1, 3, 6, 10), (0, 6, 8, 100)]
@@ -423,7 +423,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert dropped >= 0
         assert self.memory.lru.idle_pages == 0
         if not self.held and not self.pinned and not self.mover.in_flight:
-            assert self.memory.free_frames == self.memory.frames.total
+            assert self.memory.free_frames == self.memory.frames.usable
             assert self.memory.swap.free_slots == self.memory.swap.opened
             assert not len(self.memory.cache)
 
@@ -433,9 +433,27 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.ledger.mode = draw.choice([*OvercommitMode, OvercommitMode.HEURISTIC])
 
     def open_slots(self, draw: Random) -> None:
-        opened = draw.randint(self.memory.swap.opened, self.memory.swap.total)
+        opened = draw.randint(self.memory.swap.opened, self.memory.swap.usable)
         self.memory.open_slots(opened)
         assert self.memory.swap.opened == opened
+
+    def resize(self, draw: Random) -> None:
+        """Whoever maps what goes lets go first; what a pin or a copy holds stands in the way, and nothing changes."""
+        memory, before = self.memory, self.snapshot()
+        frames, slots = draw.randint(1, memory.frames.total), draw.randint(0, memory.swap.total)
+        found = memory.beyond(frames, slots)
+        assert self.snapshot() == before
+        if found.pins or found.is_copying or len(found.rows):
+            with pytest.raises(ValueError, match="hold what is to go"):
+                memory.resize(frames, slots)
+            assert self.snapshot() == before
+        if found.pins or found.is_copying:
+            return
+        for row in found.rows.tolist():
+            self.held.pop(row).space.release()
+        memory.resize(frames, slots)
+        assert (memory.frames.usable, memory.swap.usable) == (frames, slots)
+        assert memory.information().total_frames == frames
 
     def wait(self, draw: Random) -> None:
         self.now += draw.randint(0, 100)

@@ -1,6 +1,7 @@
 """The executor: plans by hand. Copies, table changes, feedback, chunks, failures; and the golden prompts."""
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from plan_driver import GREEDY, PlanDriver, int32
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
 from model.config import read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
+from model.kv_pool import KvPool
 from model.loader import load_parameters
 from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan, StepResult
 
@@ -250,3 +252,23 @@ def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model, c
     running.close()
     assert running.ended() == [(1, False)]
     assert result.tokens[0] >= 0
+
+
+def test_frames_that_go_give_their_memory_back_and_are_zero_when_they_return(model) -> None:
+    """What stays keeps its content; the system has the pages of the rest."""
+    config = read_config(model.folder)
+    pool = KvPool(config, torch.float32, frames=4096, page_size=16)
+    pool.data.fill_(1)
+    before = resident_bytes()
+    size = pool.frame(0).numel()
+    pool.give_back(1024)
+    assert before - resident_bytes() > 2500 * size
+    assert bool((pool.data[:1024] == 1).all())
+    assert float(pool.data[1024 + mmap.PAGESIZE // size + 1 :].abs().max()) == 0
+    pool.data[4095].fill_(2)
+    pool.give_back(4096)
+    assert float(pool.data[4095].mean()) == 2
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,5 +1,6 @@
 """The admin routes over HTTP with the real engine: forms, parameters, keys."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -139,6 +140,7 @@ ACTIONS: dict[str, dict[str, Any]] = {
     "watermarks": {"min": 1, "low": 2, "high": 3},
     "overcommit": {"mode": "always"},
     "tenants/new": {"max": 50, "high": 40},
+    "resize": {"frames": 400, "slots": 0},
     "drain": {"timeout_s": 60},
 }
 
@@ -193,6 +195,28 @@ async def test_a_chat_s_beginning_is_pinned(house: RealHouse) -> None:
     assert answer["after"]["frames"] * 16 == answer["after"]["tokens"] > 0
     assert (await get(house, "meminfo"))[2]["pinned"] == answer["after"]["frames"]
     assert (await post(house, "page_cache/unpin", {"owner": "me"}))[1]["after"]["pinned_frames"] == 0
+
+
+async def test_a_pool_grows_and_shrinks_while_it_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same answers from the real executor, whatever size the pool has, also across a change."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    sizes = {"kv_cache_memory_bytes": 30 << 10, "kv_cache_max_memory_bytes": 50 << 10}
+    sizes |= {"swap_memory_bytes": 5 << 10, "swap_max_memory_bytes": 20 << 10}
+    body = {"prompt": list(range(2, 50)), "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    async with real_house(monkeypatch, folder, max_model_len=200, max_num_seqs=4, **sizes) as house:
+        facts = (await get(house, "meminfo"))[2]
+        assert (facts["total"], facts["host_total"], facts["frame_bytes"]) == (30, 5, 1024)
+        expected = (await house.post("/v1/completions", body))["choices"][0]["text"]
+        for frames, slots in ((50, 20), (20, 3), (50, 10)):
+            reading = asyncio.create_task(house.post("/v1/completions", body | {"prefix_cache": False}))
+            await asyncio.sleep(0)
+            status, answer = await post(house, "resize", {"frames": frames, "slots": slots})
+            assert (status, answer["after"]) == (200, {"frames": frames, "slots": slots})
+            assert (await reading)["choices"][0]["text"] == expected
+            assert (await get(house, "meminfo"))[2]["total"] == frames
+        assert (await post(house, "resize", {"frames": 51}))[0] == 400
 
 
 async def test_wrong_bodies_are_refused_by_name(house: RealHouse) -> None:

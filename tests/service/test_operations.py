@@ -11,7 +11,7 @@ from stepped_engine import PAGE, SteppedEngine
 from mm import Advice
 from service.engine_client import BeamSearch, Event, TokenBatch
 from service.errors import BadRequest, NotFound
-from service.operations import OPERATIONS
+from service.operations import OPERATIONS, CopiesUnderWay
 
 
 class Listener:
@@ -372,3 +372,68 @@ async def test_each_action_is_in_the_trace() -> None:
 
 def test_there_is_an_operation_for_each_action_that_is_not_another_s() -> None:
     assert {"sequences/{of}/abort", "page_cache/pin", "watermarks", "drain"} <= OPERATIONS.keys()
+
+
+# ---------------------------------------------------------------- resizing
+
+
+async def test_a_smaller_pool_and_a_larger_one_again() -> None:
+    house, ears = house_with_ears()
+    numbers = [house.submit([i] * 20, 30) for i in range(4)]
+    await steps(house, 12)
+    done = house.do("resize", frames=24, slots=4)
+    assert (done["before"], done["after"]) == ({"frames": 40, "slots": 24}, {"frames": 24, "slots": 4})
+    assert house.executor.resized == (24, 4)
+    assert house.engine.limits.max_request_tokens == 24 * PAGE
+    assert json.loads(house.look("frames", limit=1000))["total"] == 24
+    assert len(house.inspector.map_frames().states) == 24
+    await steps(house, 5)
+    house.do("resize", frames=40)
+    await until_ended(house, ears, 4)
+    for i, number in enumerate(numbers):
+        assert ears.tokens[number] == expected_output([i] * 20, 30)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_resizing_under_load_loses_no_token(seed: int) -> None:
+    """Whatever runs, waits, is in swap, pinned or paused: it gets on, in other frames, with the same tokens."""
+    house, ears = house_with_ears(seed=seed)
+    chance, prompts, refused = house.chance, dict[int, tuple[list[int], int]](), 0
+    for _ in range(150):
+        if chance.random() < 0.4:
+            prompt = [chance.randrange(50) for _ in range(chance.randrange(1, 20))]
+            length = chance.randrange(1, 20)
+            prompts[house.submit(prompt, length)] = prompt, length
+        if chance.random() < 0.2:
+            house.act_on_pins()
+        if chance.random() < 0.3:
+            try:
+                house.do("resize", frames=chance.randrange(10, 41), slots=chance.randrange(0, 25))
+            except (BadRequest, CopiesUnderWay):
+                refused += 1
+        await house.step()
+        audit = json.loads(house.look("audit"))
+        assert audit["balanced"], audit["discrepancies"]
+        assert audit["total"] == audit["free"] + audit["cached"] + audit["active"] == house.memory.frames.usable
+    for pin in list(house.memory.pins.held):
+        house.memory.unpin(pin)
+    await until_ended(house, ears, len(prompts))
+    for number, (prompt, length) in prompts.items():
+        assert ears.tokens[number] == expected_output(prompt, length)
+    assert refused < 45
+
+
+async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    house, ears = house_with_ears()
+    number = house.submit([1] * 10, 60)
+    await steps(house, 3)
+    for body in ({"frames": 41}, {"slots": 25}, {"frames": 10}):
+        with pytest.raises(BadRequest):
+            house.do("resize", **body)
+    house.executor.resizes_frames = False
+    with pytest.raises(BadRequest, match="kv-cache-max"):
+        house.do("resize", frames=30)
+    house.do("resize", slots=10)
+    assert (house.memory.frames.usable, house.memory.swap.usable) == (40, 10)
+    await until_ended(house, ears, 1)
+    assert ears.ended == {number: "length"}

@@ -98,7 +98,7 @@ async def real_house(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: 
             yield RealHouse(server, loads[0].assembly.engine, session)
         memory = loads[0].assembly.engine.scheduler.memory
         memory.check_invariants()
-        assert memory.available_frames == memory.frames.total
+        assert memory.available_frames == memory.frames.usable
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_S):

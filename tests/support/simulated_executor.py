@@ -80,6 +80,7 @@ class SimulatedExecutor:
     vocabulary = VOCABULARY
     frame_bytes = 1024
     polls = 0
+    resizes_frames = True
 
     def __init__(self, memory: MemoryManager) -> None:
         self.device = SimulatedDevice(memory)
@@ -93,6 +94,7 @@ class SimulatedExecutor:
         self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
         self.error: Exception | None = None  # what the next step raises
         self.is_closed = False
+        self.resized: tuple[int, int] | None = None
         self.slots = self.ready_slots = memory.swap.total
         self.mover = SimulatedMover(self.device)
         self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
@@ -150,6 +152,12 @@ class SimulatedExecutor:
         return log_probs(lines, scored.targets.tolist(), scored.likeliest)
 
     def want_slots(self, slots: int) -> None: ...
+
+    def resize(self, frames: int, slots: int) -> None:
+        """Frames that are gone hold no tokens: who reads one reads nonsense."""
+        self.ready_slots = slots
+        self.resized = (frames, slots)
+        self.device.pool[frames:] = -7
 
     def start(self, orders: SwapOrders) -> None:
         self.mover.start(orders)

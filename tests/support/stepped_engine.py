@@ -97,11 +97,18 @@ class SteppedEngine:
                 self.submit(prompt, chance.randrange(1, 30), chance.choice([1, 1, 3]), tenant=tenant)
             case 3:
                 self.engine.post(0, Cancel(chance.randrange(1, 1 + max(1, self.submitted))))
-            case 4:
+            case 4 | 5:
+                self.act_on_pins()
+
+    def act_on_pins(self) -> None:
+        """A pin comes, or some go."""
+        chance = self.chance
+        match chance.randrange(2):
+            case 0:
                 chain = self.memory.chain(np.array([7, 8, 9, 10, 11, 12, 13, 14], np.int32))
                 with suppress(QuotaExceeded):
                     self.memory.pin(chain, "operator", ttl_s=chance.choice([None, 0.05]))
-            case 5:
+            case 1:
                 for number in list(self.memory.pins.held)[:2]:
                     self.memory.unpin(number)
 
