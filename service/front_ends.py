@@ -195,10 +195,12 @@ class Desk:
         try:
             question: Question[Any] = asked.question
             if isinstance(question, Fork):
-                self._open.add(question.sequence_id)  # one that is refused is cancelled by the front end
+                self._open.add(question.sequence_id)
             value = await self._answers.answer(self.number, question)
             answer = Answer(asked.number, msgspec.msgpack.encode(value))
         except PagewalkError as refusal:
+            if isinstance(asked.question, Fork):
+                self._open.discard(asked.question.sequence_id)
             answer = Answer(asked.number, refusal=Refusal.of(refusal))
         except Exception as error:  # one question that fails is no reason to end
             log.error("a question failed", question=type(asked.question).__name__, exc_info=error)

@@ -92,13 +92,15 @@ class WaitingQueue:
         """
         if most < 1:
             return
-        looked_at = {tenant: queue[:most] for tenant, queue in self._by_tenant.items()}
-        heads = [(*self._rank(queue[0]), tenant, 0) for tenant, queue in looked_at.items()]
+        looked_at: dict[str, list[Sequence]] = {}
+        heads = [(*self._rank(queue[0]), tenant, 0) for tenant, queue in self._by_tenant.items()]
         heapq.heapify(heads)
         while heads and most:
             *_, tenant, number = heapq.heappop(heads)
             if tenant in passed_by:
                 continue
+            if number == 0:
+                looked_at[tenant] = self._by_tenant[tenant][:most]
             queue = looked_at[tenant]
             if choose is not None and (chosen := choose(queue, number)) > number:
                 queue.insert(number, queue.pop(chosen))

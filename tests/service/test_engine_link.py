@@ -46,11 +46,20 @@ from service.engine_link import (
     addresses,
     frame,
 )
-from service.errors import BadRequest, Loading, PagewalkError, QueueFull, ServiceUnavailable
+from service.errors import BadRequest, Loading, NotFound, PagewalkError, QueueFull, ServiceUnavailable
 from service.front_end import ApiSettings
 from service.front_ends import Desk
 from service.http_counts import Report
-from service.questions import Answers, CountGenerating, FindParent, Fork, MetricsText, RenderMetrics, TakeSnapshot
+from service.questions import (
+    Answers,
+    CountGenerating,
+    FindParent,
+    Fork,
+    Forked,
+    MetricsText,
+    RenderMetrics,
+    TakeSnapshot,
+)
 from service.served_model import ModelFacts, TokenizerFiles
 
 LIMITS = Limits(
@@ -340,6 +349,24 @@ async def test_what_is_submitted_to_a_dead_engine_fails(ends: Ends) -> None:
     await ends.send(frame(submit(1)))
     assert isinstance((await ends.read(1))[0], EngineDied)
     assert ends.engine.posted == []
+
+
+async def test_forks_are_cancelled_with_their_front_end_but_not_those_that_never_began(ends: Ends) -> None:
+    async def fork(front_end: int, question: Fork) -> Forked:
+        if question.sequence_id == 5:
+            raise NotFound("it has just ended")
+        return Forked([1, 2, 3], 1, 2, 9)
+
+    ends.answers.on(Fork, fork)
+    for number in (4, 5, 6):
+        asked = Fork("", (2, 9), number, "f", SamplingParameters(), [])
+        await ends.send(frame(Ask(number, asked)))
+    answers = await ends.read(3)
+    assert [answer.refusal is None for answer in answers] == [True, False, True]
+    ends.desk.deliver(TokenBatch(1, [], [], [Ended(6, "stop")]))
+    ends.socket.close()
+    await ends.until(lambda: ends.lost)
+    assert ends.engine.posted == [Cancel(4)]
 
 
 async def test_a_question_that_fails_is_an_answer(ends: Ends) -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from junk_values import VALUES
 from real_house import RealHouse, real_house
 from tiny_model import write_tiny_model
+
+from service.decoding import fields
+from service.schema import ForkBody
 
 LONG = 3000  # tokens of a parent that is still running when it is forked
 
@@ -187,3 +191,20 @@ async def test_a_fork_whose_client_leaves_is_gone(house: RealHouse) -> None:
         while len(house.engine.scheduler.sequences.running) > 1:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.001)
     await parent.leave()
+
+
+async def test_no_field_of_any_value_is_a_5xx(house: RealHouse) -> None:
+    """Each is served, or a 400 that names it (404 for a model, or a choice); nothing is left behind."""
+    for name in sorted(fields(ForkBody)):
+        parent = await Parent(house, name, **GREEDY).has(1)
+        for value in VALUES:
+            path = f"{house.url}/v1/requests/{name}/fork"
+            async with house.session.post(path, json={"max_tokens": 1} | {name: value}) as response:
+                answer = await response.read()
+            if response.status == 200:
+                continue
+            error = json.loads(answer)["error"]
+            assert (response.status, error["param"]) in ((400, name), (404, name)), (name, value, error)
+            assert response.status == 400 or name in ("model", "choice"), (name, value, error)
+        await parent.leave()
+    assert (await fork(house, "choice"))[0] == 404, "it has ended"

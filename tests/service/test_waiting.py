@@ -72,6 +72,23 @@ def test_between_tenants_the_least_share_is_next_but_who_was_there_before_waits_
     assert seen == [1, 2, 3, 4, 0], "what was charged meanwhile counts"
 
 
+def test_a_look_at_the_first_of_many_copies_no_queue_but_theirs() -> None:
+    """C21: what a step costs does not grow with what waits behind, nor with who waits beside."""
+    queue, _ = filled("".join("abcde"[number % 5] for number in range(5000)))
+    copied = []
+
+    class Noted(list):  # type: ignore[type-arg]
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            found = super().__getitem__(index)
+            copied.append(len(found) if isinstance(index, slice) else 1)
+            return found
+
+    queue._by_tenant = {tenant: Noted(each) for tenant, each in queue._by_tenant.items()}
+    first = next(queue.in_order(32))
+    assert first.sequence_id == 0
+    assert sum(copied) <= 5 + 32
+
+
 def test_prompt_tokens_of_those_that_wait_are_counted() -> None:
     queue, all_ = filled("aab")
     assert queue.prompt_tokens == 3
