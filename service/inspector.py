@@ -1,6 +1,7 @@
 """Puts all views together that the engine's process answers operators with."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from service.admin_sequences import SEQUENCE_VIEWS
 from service.admin_trace import TRACE_VIEWS, pulse_of
@@ -14,4 +15,4 @@ def inspector(inside: Inside, metrics: Metrics, settings: Settings, origins: Map
     """Of one engine, in a process that was started with these settings."""
     views = MEMORY_VIEWS | SEQUENCE_VIEWS | TRACE_VIEWS | process_views(settings, origins)
     views["pulse"] = pulse_of(metrics.latencies)
-    return Inspector(inside, views)
+    return Inspector(inside, views, partial(metrics.looked, "views"))

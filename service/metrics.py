@@ -7,6 +7,7 @@ What the engine does every step is counted here, for all Sequences at once. What
 looked up when somebody asks. What front ends count (http_counts.py) is added up then.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
@@ -87,6 +88,8 @@ class Metrics(Collector):
         self.http = HttpCounts()
         self._front_ends: Callable[[], list[Report]] = list  # the last reports of processes
 
+        self._looked_s = {"metrics": 0.0, "views": 0.0}
+
         # written by the engine
         self._ended: Counter[EndReason] = Counter(dict.fromkeys(get_args(EndReason), 0))
         self._generated_tokens = 0
@@ -157,10 +160,18 @@ class Metrics(Collector):
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """OpenMetrics where `accept` names it, else text 0.0.4. (The library's own choice fails on odd headers.)"""
-        if openmetrics.CONTENT_TYPE_LATEST.split(";")[0] in accept:
-            body: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
-            return body, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        begun = time.thread_time()
+        try:
+            if openmetrics.CONTENT_TYPE_LATEST.split(";")[0] in accept:
+                body: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+                return body, openmetrics.CONTENT_TYPE_LATEST
+            return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        finally:
+            self.looked("metrics", time.thread_time() - begun)
+
+    def looked(self, at: Literal["metrics", "views"], seconds: float) -> None:
+        """Operators have looked at something, which took the engine's thread so much CPU time."""
+        self._looked_s[at] += seconds
 
     # --- for prometheus_client
 
@@ -204,6 +215,12 @@ class Metrics(Collector):
         yield lag
         yield GaugeMetricFamily("pagewalk_front_ends", "Processes that answer HTTP beside the engine's", front_ends)
         yield CounterMetricFamily("pagewalk_front_end_cpu_seconds", "CPU time of those processes", http.cpu_s)
+        looked = CounterMetricFamily(
+            "pagewalk_looking_seconds", "CPU time of the engine's loop for what operators look at", labels=["at"]
+        )
+        for at, seconds in self._looked_s.items():
+            looked.add_metric([at], seconds)
+        yield looked
 
     def _own_engine(self, facts: ServedFacts, snapshot: EngineSnapshot) -> Iterator[Metric]:
         memory, counters = snapshot.memory, snapshot.counters
