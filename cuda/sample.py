@@ -238,10 +238,10 @@ class Sample:
         )  # fmt: skip
 
     def _parts_of_scan(self, sequences: int) -> int:
-        """Blocks for a row: a warp of theirs looks at one tile if there are few rows, else at two."""
+        """Blocks for a row: a warp of theirs looks at one tile if there are few rows, else at four."""
         tiles = self._segments // SEGMENTS_OF_TILE
         parts = -(-tiles // (THREADS // 32))
-        return parts if sequences * parts <= self._blocks else -(-parts // 2)
+        return parts if sequences * parts <= self._blocks else -(-parts // 4)
 
 
 class LogProbRecords:

@@ -64,10 +64,10 @@ __device__ __forceinline__ uint4 load_ordered(const uint4* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
-// What is read once, in whole lines: it need not stay in the L1, and its neighbours may come with it. Not hoisted either
+// What is read once: it need not stay in the L1. Not hoisted either
 __device__ __forceinline__ float4 load_passing(const float4* p) {
   float4 r;
-  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
   return r;
 }

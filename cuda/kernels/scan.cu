@@ -85,8 +85,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 6) scan(
     tile += WARPS;
     if (tile < end) load_tile(now, quads, tile);
   }
-  if (look.infinite) atomicAdd(&scans[s].infinite, look.infinite);
+  const bool is_lane_0 = (threadIdx.x & 31) == 0;
+  if (__any_sync(ALL_LANES, look.infinite != 0)) {
+    const u32 infinite = (u32)warp_sum_u64(look.infinite);
+    if (is_lane_0) atomicAdd(&scans[s].infinite, infinite);
+  }
   if (!look.wants_best) return;
   const u64 best = warp_max_u64(look.best_id < 0 ? 0 : logit_key(look.best, look.best_id));
-  if ((threadIdx.x & 31) == 0 && best) atomicMax(&scans[s].best, best);
+  if (is_lane_0 && best) atomicMax(&scans[s].best, best);
 }
