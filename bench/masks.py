@@ -63,7 +63,7 @@ class House:
         assembly.engine.held.grammars = grammars
 
     async def gap_ms(self, constraints: list[Constraint | None]) -> dict[str, float]:
-        """Between two tokens of requests that run at once, in steps that only decode; and what the slowest step was spent on."""
+        """Between two tokens of requests that run at once, in steps that only decode; and what the slowest took."""
         for constraint in constraints:
             if constraint is not None:
                 await self.grammars.compile(constraint)
