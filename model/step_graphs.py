@@ -21,11 +21,11 @@ from itertools import pairwise
 from typing import Protocol
 
 DECODE_SIZES: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224)
-DECODE_SIZES += (256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+DECODE_SIZES += (256, 320, 384, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
 """Batch sizes of decode graphs. A batch is padded up to the next: at most a quarter, above 32."""
 
 CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
-CASCADE_SIZES += (320, 384, 448, 512, 640, 768, 896, 1024)
+CASCADE_SIZES += (320, 384, 512, 640, 768, 896, 1024)
 """Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
 without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
 

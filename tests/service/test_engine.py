@@ -11,7 +11,7 @@ import pytest
 from simulated_executor import SimulatedExecutor, expected_beams, expected_output
 
 from mm import MemoryManager
-from model.step_plan import SamplingParameters
+from model.step_plan import SamplingParameters, StepPlan
 from service.engine import Engine, StepReport
 from service.engine_client import (
     BeamSearch,
@@ -346,6 +346,24 @@ async def test_the_next_step_is_submitted_before_the_last_one_is_done() -> None:
         await until(lambda: len(house.executor.plans) == 2)
         house.executor.gate.set()
         await read(stream)
+
+
+async def test_of_many_requests_at_once_the_first_run_before_all_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.READ_AT_ONCE", 3)
+    async with running(rows=2, max_queue_requests=20) as house:
+        left: list[int] = []
+        submit = house.executor.submit
+
+        def count_and_submit(plan: StepPlan) -> Any:
+            left.append(len(house.engine._inbox))
+            return submit(plan)
+
+        house.executor.submit = count_and_submit  # type: ignore[method-assign]
+        streams = [house.start([1, 2, number], 3) for number in range(10)]
+        await until(lambda: left)
+        assert left[0] == 7
+        for number, stream in enumerate(streams):
+            assert (await read(stream))[0] == expected_output([1, 2, number], 3)
 
 
 async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
