@@ -96,7 +96,7 @@ class Receiver:
         self.tokens = 0
         self.first_s: dict[int, float] = {}
         self.last_s: dict[int, float] = {}
-        self.open = 0
+        self.open = self.sequences = 0
         self.all_ended = asyncio.Event()
         self.failure: str | None = None
 
@@ -106,9 +106,10 @@ class Receiver:
             self.all_ended.set()
             return
         self.tokens += len(event.tokens)
-        if len(self.first_s) < self.open or event.ended:
+        has_new = len(self.first_s) < self.sequences
+        if has_new or event.ended:
             now = time.perf_counter()
-            for number in event.sequence_ids:
+            for number in event.sequence_ids if has_new else ():
                 self.first_s.setdefault(number, now)
             for ended in event.ended:
                 self.last_s[ended.sequence_id] = now
@@ -120,7 +121,7 @@ class Receiver:
 
     def reset(self, sequences: int) -> None:
         self.__init__()  # type: ignore[misc]
-        self.open = sequences
+        self.open = self.sequences = sequences
 
 
 @dataclass
