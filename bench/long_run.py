@@ -2,9 +2,9 @@
 
     pagewalk bench long_run [--minutes 8] [--shape smol] [--max-num-seqs 256] [--pool 0.25]
 
-Requests of every kind come and go: choices, beams, penalties, log-probabilities, shared beginnings, deadlines, clients
-that leave, text stops. The pool holds `--pool` of what those that run would like, so Sequences are preempted, by swap
-and by recomputation.
+Requests of every kind come and go: choices, beams, penalties, log-probabilities, shared beginnings, forks, deadlines,
+clients that leave, text stops. The pool holds `--pool` of what those that run would like, so some are preempted, by
+swap and by recomputation.
 
 Every `--every` seconds one line of numbers goes to stderr. At the end all books must balance: the audit finds nothing,
 no frame or slot is held, each answer has the length that its end says. One JSON line comes last, with the slopes of
@@ -32,6 +32,8 @@ from mm import PAGE_SIZE
 from model.step_plan import SamplingParameters
 from service.assembly import Assembly
 from service.engine_client import BeamSearch, Cancel, EngineDied, Event, Finish, Sibling, Submit
+from service.errors import BadRequest, NotFound, QueueFull
+from service.questions import Fork
 
 if TYPE_CHECKING:
     from model.cuda_executor import CudaExecutor
@@ -55,6 +57,7 @@ class Open:
     """A Sequence that has not ended."""
 
     max_tokens: int
+    can_fork: bool = False
     tokens: int = 0
     was_left: bool = False
 
@@ -136,7 +139,7 @@ class Clients:
             ids = (draw.choice(self._prefixes) + ids)[: self._longest - output - 1]
         numbers = list(range(self._next_id + 1, self._next_id + 1 + count))
         self._next_id += count
-        self.open.update({number: Open(output) for number in numbers})
+        self.open.update({number: Open(output, can_fork=kind != "beams") for number in numbers})
         self._engine.post(
             FRONT_END,
             Submit(
@@ -150,6 +153,24 @@ class Clients:
                 **more,
             ),
         )
+
+    async def fork(self) -> None:
+        """A second request from where somebody's stands."""
+        draw = self._draw
+        parent = draw.choice(list(self.open))
+        if not self.open[parent].can_fork or not self.open[parent].tokens:
+            return
+        self._next_id += 1
+        number, output = self._next_id, draw.randint(1, 60)
+        self.open[number] = Open(output, can_fork=True)
+        sampling = SamplingParameters(temperature=draw.choice([0.0, 1.0]), seed=number)
+        question = Fork("", (FRONT_END, parent), number, f"long-{number}", sampling, [], max_tokens=output)
+        try:
+            await self._engine.fork(FRONT_END, question)
+        except (BadRequest, NotFound, QueueFull):  # it is too long by now, or has just ended
+            del self.open[number]
+        else:
+            self.asked["fork"] += 1
 
     def leave(self) -> None:
         """Somebody goes away: at any moment of its life, or because its text has ended."""
@@ -256,6 +277,8 @@ async def load(assembly: Assembly, clients: Clients, watch: Watch, args: argpars
             clients.ask()
             if draw.random() < 0.15:
                 clients.leave()
+            if draw.random() < 0.1:
+                await clients.fork()
         await asyncio.sleep(0.002)
         if time.perf_counter() >= next_look:
             next_look += args.every

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service.answer_parts import THINKING_MARKS, Reading
+from service.answer_parts import THINKING_MARKS, Reading, Reasoning
 from service.chat_deltas import part_deltas
 from service.choice import MERGE_ABOVE, Choice, Delta, TextRules, merged
 from service.engine_client import Ended, Scores
@@ -73,6 +73,27 @@ def test_text_behind_reasoning_is_all_there(together: bool) -> None:
         {"reasoning_content": "a b c d e f g", "reasoning": "a b c d e f g", "content": whole.text}
     ]
     assert len(ids("a b c d e f g")) < choice.reasoning_tokens <= len(ids("a b c d e f g</think>\n\n"))
+
+
+@pytest.mark.parametrize("cut", range(1, 23))
+def test_a_choice_that_follows_another_answer_has_what_that_left_unfinished(cut: int) -> None:
+    """Wherever an answer is cut in two, in a mark, in a character, in the reasoning or behind it: nothing is lost."""
+    tokens = ids("a b \U0001fae0</think>\n\nh \U0001fae0 i")
+    reading = Reading(thinking=THINKING_MARKS[0], is_thinking=True)
+    first, stream = make_choice([], [], reading=reading)
+    stream.put(tokens[:cut])
+    before = merged(first.read())
+    child, own = make_choice([], [], reading=reading)
+    child.follow(tokens[:cut])
+    own.put(tokens[cut:])
+    own.end(Ended(1, "length"))
+    after = merged(child.read())
+    assert before.text + after.text == "h \U0001fae0 i"
+    reasoning = [part.text for part in (*before.parts, *after.parts) if isinstance(part, Reasoning)]
+    assert "".join(reasoning) == "a b \U0001fae0"
+    assert child.completion_tokens == len(tokens) - cut
+    mark_end = 1 + tokens.index(*ids(">"))
+    assert child.reasoning_tokens == max(0, mark_end - cut)
 
 
 def test_many_waiting_tokens_become_one_delta_with_everything() -> None:

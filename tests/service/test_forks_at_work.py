@@ -193,6 +193,18 @@ async def test_a_fork_whose_client_leaves_is_gone(house: RealHouse) -> None:
     await parent.leave()
 
 
+async def test_a_request_of_another_form_is_forked_as_a_chat(house: RealHouse) -> None:
+    body = {"input": "say", "max_output_tokens": LONG, "temperature": 1, "stream": True}
+    path = house.url + "/v1/responses"
+    async with house.session.post(path, json=body, headers={"X-Request-Id": "r"}) as response:
+        async with asyncio.timeout(60):
+            while b"output_text.delta" not in await response.content.readline():
+                pass
+        status, answer = await fork(house, "resp_r", max_tokens=3)
+    assert (status, answer["object"], answer["forked_from"]) == (200, "chat.completion", "r")
+    assert answer["usage"]["completion_tokens"] == 3
+
+
 async def test_no_field_of_any_value_is_a_5xx(house: RealHouse) -> None:
     """Each is served, or a 400 that names it (404 for a model, or a choice); nothing is left behind."""
     for name in sorted(fields(ForkBody)):
