@@ -29,7 +29,7 @@ import uvloop
 from model.config import read_config
 from model.source import resolve
 from model.step_plan import SamplingParameters
-from service.engine_client import Cancel, Ended, EngineState, Finish, Limits, Message, Submit, TokenBatch
+from service.engine_client import Cancel, Ended, EngineState, Finish, Limits, Message, QueueState, Submit, TokenBatch
 from service.engine_link import Hello, Serve, addresses
 from service.front_end import ApiSettings
 from service.front_ends import Desk, FrontEnds
@@ -46,7 +46,7 @@ class RandomEngine:
 
     state: EngineState = "ready"
     is_alive = True
-    waiting = 0
+    queue = QueueState()
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -161,6 +161,9 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         pipe.send(None)
         await front_ends.close()
+        await asyncio.to_thread(client.join)
+        for bound in (*held, pipe, theirs):
+            bound.close()
 
 
 async def _run(

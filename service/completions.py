@@ -203,6 +203,17 @@ async def _send_events(events: EventStream, body: GenerationBody, generation: Ge
 class _EventWriter:
     """Turns what choices say into the events of one stream."""
 
+    __slots__ = (
+        "_completion_tokens",
+        "_form",
+        "_generation",
+        "_is_counting",
+        "_opened",
+        "_prompt_tokens",
+        "_so_far",
+        "_with_usage",
+    )
+
     def __init__(self, body: GenerationBody, generation: Generation, form: Form) -> None:
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)

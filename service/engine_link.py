@@ -227,6 +227,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        self.transport.set_write_buffer_limits(high=0)  # uvloop then writes at once, not when the next step is planned
 
     def data_received(self, data: bytes) -> None:
         try:

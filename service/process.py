@@ -21,7 +21,13 @@ def allow_many_sockets() -> int | None:
     return None if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
 
 
+COLLECT_AFTER = 50_000
+"""New objects before the collector looks for cycles. By default 700: with thousands of streams that is several times a
+step, and a third of a front end's time. A request leaves some dozens in cycles: a few megabytes wait at most."""
+
+
 def settle() -> None:
     """What was loaded stays: the collector need not look at it again, which would stop every stream for a while."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)

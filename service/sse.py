@@ -41,6 +41,19 @@ def named_event(kind: str, data: bytes) -> bytes:
 class EventStream:
     """The answer of one streamed request. Use it as a context manager: the timer ends with it."""
 
+    __slots__ = (
+        "_is_chunked",
+        "_keep_alive_s",
+        "_loop",
+        "_request",
+        "_timer",
+        "_transport",
+        "_wake",
+        "_written_s",
+        "is_started",
+        "response",
+    )
+
     def __init__(self, request: web.Request, *, keep_alive_s: float, wake: Callable[[], None]) -> None:
         """`wake` lets the handler return from whatever it waits on; it then calls `keep_alive`."""
         self.response = web.StreamResponse(headers=HEADERS)
@@ -67,7 +80,7 @@ class EventStream:
             await self.response.prepare(self._request)
             self._transport = self._request.transport
             if self._transport is not None:
-                self._transport.set_write_buffer_limits(high=LAG_BYTES)  # beyond it `drain` waits
+                self._transport.set_write_buffer_limits(high=0)  # uvloop then writes at once, not in a second pass
             self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         await self.response.write(data)
         if not self.is_flowing:

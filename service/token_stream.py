@@ -15,7 +15,6 @@ called once for all news of a step: that saves the switch to the handler's task 
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ class Inbox:
     def __init__(self, turn: Turn | None = None) -> None:
         """turn: shared by all inboxes of a front end; None: its own."""
         self._turn = Turn() if turn is None else turn
-        self._ready: deque[TokenStream] = deque()
+        self._ready: list[TokenStream] = []
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Callable[[list[TokenStream]], bool] | None = None
         self._is_called = False  # the reader is about to be
@@ -80,8 +79,7 @@ class Inbox:
         self._is_called = False
         if self._reader is None or self._waiter is None or self._waiter.done():
             return  # what has come waits for next_ready
-        ready = list(self._ready)
-        self._ready.clear()
+        ready, self._ready = self._ready, []
         try:
             goes_on = self._reader(ready)
         except Exception as error:  # noqa: BLE001 - raised again where the handler waits
@@ -98,8 +96,7 @@ class Inbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        ready = list(self._ready)
-        self._ready.clear()
+        ready, self._ready = self._ready, []
         return ready
 
 

@@ -55,7 +55,7 @@ class FakeTransport:
         return self.unsent
 
     def set_write_buffer_limits(self, high: int) -> None:
-        assert high == LAG_BYTES
+        assert high == 0, "uvloop would write in a second pass over all streams"
 
     def is_closing(self) -> bool:
         return self.is_gone
