@@ -32,13 +32,14 @@ import uvloop
 
 from service import logs
 from service.errors import ConfigurationError
+from service.loading import EXIT_FAULT, Failure, check
 from service.openapi import document
 from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
 from service.operator_commands import main as run_operator_command
-from service.server import Failure, Server, check
+from service.server import Server
 from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
-EXIT_OK, EXIT_SETTINGS, EXIT_FAULT = 0, 2, 70
+EXIT_OK, EXIT_SETTINGS = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -385,8 +385,7 @@ class FrontEnds:
                 desk = self._lost.result()
                 raise FrontEndFailed(desk.failure or "it has ended without a word")
         finally:
-            waiting.cancel()
-            await asyncio.wait([waiting])  # and nobody misses its end
+            await give_up(waiting)
             self._lost.cancel()
             self._lost = None
 
@@ -394,6 +393,14 @@ class FrontEnds:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def give_up(work: "asyncio.Future[Any]") -> None:
+    """Cancel what nobody waits for any more, let it end, and look at how: asyncio would complain that nobody has."""
+    work.cancel()
+    await asyncio.wait([work])
+    if not work.cancelled():
+        work.exception()
 
 
 class FrontEndFailed(Exception):

@@ -22,9 +22,11 @@ from structlog.testing import capture_logs
 from tiny_model import POSITIONS, write_tiny_model
 
 from service import __main__ as entry_point
+from service import loading
 from service import server as server_module
+from service.loading import Failure, Loaded
 from service.metrics import Metrics
-from service.server import Failure, Loaded, Server
+from service.server import Server
 from service.settings import Settings
 
 
@@ -131,6 +133,7 @@ def test_a_signal_while_the_model_loads(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE_S) == 0
     assert server.out.read_text() == ""
+    assert '"level":"error"' not in server.err.read_text().replace(" ", "")
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
@@ -221,7 +224,7 @@ def test_a_fault_of_ours_has_an_exit_code_of_its_own(
     async def load(settings: Settings, metrics: Metrics) -> Loaded:
         raise ValueError("nobody thought of this")
 
-    monkeypatch.setattr(server_module, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr("service.logs.configure", lambda *arguments: None)
     assert entry_point.run(["check"]) == 70
 
@@ -304,7 +307,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_process(
 ) -> None:
     """A device that hangs: after the timeouts the process ends all the same."""
     server, loaded, executor = house
-    monkeypatch.setattr(server_module, "FLUSH_S", 0.05)
+    monkeypatch.setattr(loading, "FLUSH_S", 0.05)
     with capture_logs() as log:
         async with asyncio.timeout(PATIENCE_S):
             running = await ready(server)

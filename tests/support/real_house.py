@@ -17,8 +17,9 @@ import pytest
 from service import server as server_module
 from service.engine import Engine
 from service.engine_client import EngineClient
+from service.loading import Loaded
 from service.metrics import Metrics
-from service.server import Loaded, Server
+from service.server import Server
 from service.settings import Settings
 
 PATIENCE_S = 60.0  # only a hang takes as long

@@ -10,10 +10,10 @@ from tiny_tokenizer import tiny_tokenizer
 from mm import MemoryManager
 from service.engine import Engine
 from service.engine_client import EngineClient, Limits
+from service.loading import Loaded
 from service.metrics import Metrics
 from service.scheduler import Scheduler, SchedulerSettings
 from service.served_model import TokenizerFiles
-from service.server import Loaded
 
 
 def simulated(folder: Path = Path("/nowhere")) -> Loaded:
