@@ -9,6 +9,7 @@ import asyncio
 import http
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from service.errors import BadRequest, ConfigurationError, InternalError, PagewalkError
 from service.front_end import ApiSettings
-from service.middleware import error_response, from_http_exception
+from service.middleware import PLAIN_HEADERS, error_response, from_http_exception
 
 LINGER_S = 2.0
 """After refusing a body unread, read and drop it for this long, so that the refusal is not lost in a reset."""
@@ -34,6 +35,14 @@ MAX_HEADERS = 100
 HEAD_TIMEOUT_S = 30.0
 """A new connection must have sent the head of its first request within this."""
 
+KEEP_ALIVE_S = 620.0
+"""Of an idle connection, and for the head of a further request. Load balancers keep theirs for 60 to 600 s: no request
+of theirs must meet one that is just being closed."""
+
+UNREAD_S = 300.0
+"""A client that takes nothing of an answer for this long is as good as gone. The system ends its connection, and what
+it held comes free: a socket, a place among the open requests and those of its tenant."""
+
 ACCEPTS_PER_TURN = 16
 """Handles on one listening socket. libuv accepts one connection a turn for each of its handles, and a turn takes
 milliseconds when much is going on: with one handle, a probe waits for seconds behind a burst of connections."""
@@ -49,6 +58,7 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web
         max_line_size=MAX_LINE_BYTES,
         max_field_size=MAX_LINE_BYTES,
         max_headers=MAX_HEADERS,
+        keepalive_timeout=KEEP_ALIVE_S,
         auto_decompress=False,  # body.py refuses compressed bodies: a few kilobytes of them can stand for gigabytes
         shutdown_timeout=shutdown_timeout_s,
     )
@@ -99,6 +109,8 @@ async def listen(
     """
     for family, address in addresses:
         with socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share) as bound:
+            if sys.platform == "linux":  # connections inherit it
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1000))
             for _ in range(ACCEPTS_PER_TURN):
                 await web.SockSite(runner, bound.dup(), backlog=BACKLOG, ssl_context=tls).start()
 
@@ -177,5 +189,6 @@ class _Protocol(RequestHandler):
             self.log_exception("unhandled error", exc_info=exc)
             error = InternalError("The server failed on this request.")
         response = error_response(error)
+        response.headers.update(PLAIN_HEADERS)
         response.force_close()
         return response

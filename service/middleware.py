@@ -44,6 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANTHROPIC_PATH = "/v1/messages"
 
 ACCESS = web.AppKey("access", dict[web.AbstractResource, Access])
+PLAIN_HEADERS = {"Server": "pagewalk", "X-Content-Type-Options": "nosniff"}  # aiohttp would name itself and Python
 CLIENT_LEFT = 499  # as nginx logs it; never sent
 
 # what handlers leave in the request for the code here
@@ -194,8 +195,7 @@ async def counted(request: web.Request) -> AsyncIterator[None]:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, set just before the status line goes out."""
-    response.headers["Server"] = "pagewalk"  # aiohttp would name itself and Python
-    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers.update(PLAIN_HEADERS)
     add_cors_headers(request, response, request.app[FRONT_END].settings.cors_allow_origins)
     if ID in request:  # an unknown Expect is refused before anything here has run
         response.headers["X-Request-Id"] = request[ID]

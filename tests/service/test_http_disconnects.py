@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -83,6 +85,42 @@ async def test_how_each_choice_ended_is_logged(start: Start) -> None:
     server.engine.die()
     assert (await asking).status == 503
     assert (server.log[2]["finish_reasons"], server.log[2]["ttft_ms"]) == (["error"], None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the option of the socket is Linux's")
+async def test_a_client_that_never_reads_does_not_stay(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold a socket, and a place among the open requests, for as long as it likes."""
+    monkeypatch.setattr("service.http_server.UNREAD_S", 0.3)
+    server = await start(
+        limits={"max_model_len": 10**6, "max_request_tokens": 10**6},
+        engine={"script": lambda submit: [5] * submit.max_tokens},
+    )
+    sender = socket.socket()
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sender.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sender, ("127.0.0.1", server.port))
+    body = {"prompt": "a", "stream": True, "max_tokens": 30_000, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    await asyncio.get_running_loop().sock_sendall(sender, head + data)
+    await server.until(lambda: server.metrics.inflight == 1)
+    async with asyncio.timeout(30):
+        while server.metrics.inflight:  # noqa: ASYNC110 - the system ends it
+            await asyncio.sleep(0.05)
+    assert server.front_end.generating == 0
+    assert server.metrics.ended == {("/v1/completions", "POST", 499): 1}
+    sender.close()
+
+
+async def test_a_client_that_closes_its_side_has_left(start: Start) -> None:
+    """A half-closed connection: nothing tells it from one whose client is gone."""
+    server = await start(engine={"is_manual": True, "script": LONG})
+    reader, writer = await send(server, {"prompt": "a", "max_tokens": 99})
+    await server.until(lambda: len(server.engine.lines) == 1)
+    writer.write_eof()
+    await server.until(lambda: server.engine.lines == {})
+    assert await reader.read() == b""
+    writer.close()
 
 
 async def test_leaving_while_the_body_is_sent(server: Server) -> None:

@@ -340,6 +340,7 @@ async def test_what_is_not_http_gets_an_error_in_json(server: Server, request_by
     assert headers["Content-Type"] == "application/json"
     assert b'"type":"BadRequestError"' in body
     assert b"aiohttp" not in body
+    assert (headers["Server"], headers["X-Content-Type-Options"]) == ("pagewalk", "nosniff")
     assert (await server.complete()).status == 200
 
 
