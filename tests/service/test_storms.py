@@ -137,6 +137,7 @@ def test_c41_live_at_once_ready_after_a_generation_and_503_until_then(server: Pr
         if response.status == 503:
             assert int(response.headers["Retry-After"]) > 0
         seen["/ready"].append(server.status("/ready") or 0)  # last: it says what a request would meet from now on
+        time.sleep(0.05)
     assert set(seen["/live"]) == {200}
     assert seen["/ready"][:-1] == [503] * (len(seen["/ready"]) - 1)
     assert seen["POST"][0] == seen["/v1/models"][0] == 503
