@@ -7,10 +7,13 @@ import math
 import re
 import threading
 from collections.abc import AsyncIterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
+import openai
+import pydantic
 import pytest
 import pytest_asyncio
 from llguidance import LLParserLimits
@@ -42,6 +45,12 @@ async def house(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterato
 
 def asks(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+async def name_of(house: RealHouse) -> str:
+    async with house.session.get(f"{house.url}/v1/models") as response:
+        name: str = (await response.json())["data"][0]["id"]
+        return name
 
 
 async def text_of(house: RealHouse, **body: Any) -> tuple[str, str]:
@@ -100,6 +109,38 @@ async def test_responses_take_a_format(house: RealHouse) -> None:
     answer = await house.post("/v1/responses", {"input": "the", "max_output_tokens": 400, "text": {"format": form}})
     assert answer["status"] == "completed"
     jsonschema.validate(json.loads(answer["output"][0]["content"][0]["text"]), PERSON)
+
+
+class Colour(Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Part(pydantic.BaseModel):
+    """What the official client makes a schema of: references, unions, defaults."""
+
+    kind: Literal["wheel", "door"]
+    colour: Colour
+    size: int | None = pydantic.Field(description="in cm", ge=0, le=99)
+
+
+class Car(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=5)]
+    parts: Annotated[list[Part], pydantic.Field(max_length=2)]
+    spare: Part | None
+
+
+async def test_the_official_client_parses_into_a_model_of_its_own(house: RealHouse) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.parse(
+            model=await name_of(house),
+            messages=[{"role": "user", "content": "the"}],
+            response_format=Car,
+            max_tokens=900,
+            seed=1,
+        )
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Car)
 
 
 async def test_requests_without_a_grammar_say_what_they_say_alone(house: RealHouse) -> None:

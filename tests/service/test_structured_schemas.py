@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,34 @@ async def test_two_hundred_generations_satisfy_their_schemas(house: RealHouse) -
     assert len(ends) == 200
     assert ends.count("stop") >= 190
     assert house.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.slow
+async def test_clients_that_leave_amid_their_grammars_harm_nobody(house: RealHouse) -> None:
+    """Constrained and free requests at once, choices, stops and preemption; every third client goes away early."""
+    chance = random.Random(5)
+
+    async def one(number: int) -> None:
+        body: dict[str, Any] = {"prompt": "the", "max_tokens": 200, "seed": number, "stream": True}
+        schema = chance.choice(SCHEMAS)
+        is_held, leaves_after = number % 4 > 0, chance.randrange(1, 2000) if number % 3 == 0 else None
+        body |= {"response_format": asks(schema)} if is_held else {"ignore_eos": True, "stop": ["xyz"]}
+        async with house.session.post(f"{house.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+            if leaves_after is not None:
+                await response.content.read(leaves_after)
+                response.close()
+                return
+            *frames, done, _ = (await response.text()).split("\n\n")
+        assert done == "data: [DONE]"
+        events = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+        if is_held:
+            text = "".join(event["choices"][0]["text"] for event in events)
+            await check(house, schema, text, events[-1]["choices"][0]["finish_reason"])
+
+    await asyncio.gather(*map(one, range(90)))
+    async with asyncio.timeout(20):
+        while house.engine.scheduler.has_work:  # noqa: ASYNC110 - those that left are cancelled by and by
+            await asyncio.sleep(0.01)
+    assert house.engine.scheduler.preemptions > 0
+    assert len(house.engine.held) == 0
