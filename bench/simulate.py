@@ -83,6 +83,7 @@ class Run:
     preemptions: int = 0
     overtaken: int = 0
     cached_share: float = 0.0
+    needed_frames: int = 0
     share_known: int = -FRESH_STEPS - 1
 
 
@@ -204,13 +205,17 @@ class Replay:
         if not self.most_overtaken or pages_for(first.prompt, 16) <= memory.free_frames:
             return 0
 
+        free = memory.available_frames - int(np.count_nonzero(self.total))
+
         def share_of(run: Run) -> float:
             if run.preemptions or run.forks:
                 return -1.0
             if self.step - run.share_known > FRESH_STEPS:
-                run.cached_share = memory.lookup(memory.chain(run.tokens[: run.prompt])).cached_tokens / run.prompt
+                match = memory.lookup(memory.chain(run.tokens[: run.prompt]))
+                run.cached_share = match.cached_tokens / run.prompt
+                run.needed_frames = match.frames_for(run.prompt, 16) + match.idle_frames
                 run.share_known = self.step
-            return run.cached_share
+            return run.cached_share if run is first or run.needed_frames <= free else -1.0
 
         return preferred(list(islice(self.waiting, WINDOW)), 0, share_of, self.most_overtaken)
 

@@ -5,6 +5,7 @@ Rules are those of scheduler.py, by number.
 
 from collections.abc import Sized
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -198,7 +199,7 @@ class Admission:
         passed_by = set(self._held)
         awaiting = 0
         self._looks += 1
-        for sequence in self._sequences.waiting.in_order(LOOKED_AT, passed_by, self._choose):
+        for sequence in self._sequences.waiting.in_order(LOOKED_AT, passed_by, partial(self._choose, room)):
             tenant, family = tenants.id(sequence.tenant), sequence.family
             free = room.pool_for(tenant)
             if budget.grant(0, LEAST_CHUNK) <= 0 or len(chunks) == MOST_ADMISSIONS or sequence.in_flight:
@@ -254,7 +255,7 @@ class Admission:
                 budget.take(start, count)
         return chunks
 
-    def _choose(self, queue: list[Sequence], first: int) -> int:
+    def _choose(self, room: Room, queue: list[Sequence], first: int) -> int:
         """Whom of a tenant's queue to look at next: while frames are short, by what is cached (rule 14)."""
         self._passed = []
         if not self._most_overtaken:
@@ -263,15 +264,16 @@ class Admission:
         pages = pages_for(len(whose.tokens), self._memory.page_size)
         if pages <= self._memory.free_frames or self._taken_places >= self._max_running:
             return first  # nothing would be evicted for it; or it is not its turn yet
+        free = room.pool_for(self._memory.tenants.id(whose.tenant)) - self._headroom
 
         def share_of(sequence: Sequence) -> float:
             if not self._may_overtake(sequence) or sequence.priority != whose.priority:
                 return -1.0
             if self._looks - sequence.share_known > FRESH_STEPS:
-                match = self._look_up(sequence)
+                match, sequence.needed_frames = self._what_fits(self._look_up(sequence), len(sequence.tokens), free)
                 sequence.cached_share = 0.0 if match is None else match.cached_tokens / len(sequence.tokens)
                 sequence.share_known = self._looks
-            return sequence.cached_share
+            return sequence.cached_share if sequence is whose or sequence.needed_frames <= free else -1.0
 
         chosen = preferred(queue, first, share_of, self._most_overtaken)
         self._passed = queue[first:chosen]

@@ -33,8 +33,8 @@ W = TypeVar("W", bound=Overtakable)
 def preferred(queue: Sequence[W], first: int, share_of: Callable[[W], float], most: int) -> int:
     """The place in `queue`, `first` or behind it, of the one to admit next.
 
-    share_of: how much of its prompt is cached, 0 ... 1; negative for who does not overtake. Whoever is passed has to be
-    counted once it has been (`overtake`).
+    share_of: how much of its prompt is cached, 0 ... 1; negative for who does not overtake, or would not fit. Those
+    that are passed have to be counted once they have been (`overtake`).
     """
     best, share = first, share_of(queue[first])
     if share < 0:

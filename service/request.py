@@ -73,6 +73,7 @@ class Sequence:
     held_at: int = -1  # frames that its tenant's limits left it when it last did not fit into these
     overtaken: int = 0  # times that one behind it was admitted first, for what that had in the page cache
     cached_share: float = 0.0  # of its tokens, when it was last looked up for that ...
+    needed_frames: int = 0  # to admit it, likewise
     share_known: int = -(1 << 30)  # ... which was this look at the queue (cache_order.py)
     missing_frames: int = 0  # how many more it needed in either case
     cached_of_row: int = 0  # tokens that were cached when it last entered a row

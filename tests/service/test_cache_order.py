@@ -136,6 +136,23 @@ def test_a_stream_of_cached_prompts_starves_nobody(seed: int) -> None:
         assert driver.output[loner.sequence_id] == expected_output(loner.prompt_ids.tolist(), 3)
 
 
+def test_a_cached_prompt_that_does_not_fit_holds_up_nobody() -> None:
+    driver = tight(most_overtaken=32, frames=20, max_length=64)
+    long = prompt_of(56, 3)
+    driver.submit(long, 1)
+    driver.run()
+    running = driver.submit(prompt_of(14, 1), 30)
+    driver.step()
+    assert driver.scheduler.memory.free_frames < 4
+    short = driver.submit([41, 42, *prompt_of(14, 9)], 2)
+    driver.submit([*long, *range(6)], 2)
+    for _ in range(2):
+        driver.step()
+    assert short.admitted_s is not None
+    assert running.preemptions == 0
+    driver.run()
+
+
 def test_while_frames_are_free_the_order_is_that_of_arrival() -> None:
     driver = make(frames=400, rows=2, page_size=4, max_length=60, most_overtaken=32)
     sequences = [sequence for sequence, _ in in_random_order(driver, 30, 5)]
