@@ -14,6 +14,7 @@ from server_process import Process, free_port
 from tiny_model import write_tiny_model
 
 from service.__main__ import parser
+from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
 from service.settings import PREFIX, load_settings
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,10 @@ def commands() -> Iterator[tuple[str, str]]:
 COMMANDS = sorted(set(commands()))
 
 
-def of(*names: str) -> pytest.MarkDecorator:
-    """The commands of these programs."""
-    mine = [each for each in COMMANDS if Path(program(each[1])).name in names]
+def of(name: str, *verbs: str) -> pytest.MarkDecorator:
+    """The commands of this program, or those of them that begin with one of these words."""
+    mine = [each for each in COMMANDS if Path(program(each[1])).name == name]
+    mine = [each for each in mine if not verbs or shlex.split(each[1], comments=True)[1] in verbs]
     return pytest.mark.parametrize(("page", "command"), mine, ids=[f"{page}-{command[:60]}" for page, command in mine])
 
 
@@ -81,6 +83,8 @@ def test_pagewalk_takes_the_flags(page: str, command: str) -> None:
         _check_settings(words)
     elif words[0] == "bench":
         _check_help([sys.executable, "-m", "service", *words[:2]], words[2:])
+    elif words[0] in OPERATOR_COMMANDS:
+        _check_help([sys.executable, "-m", "service", words[0]], words[1:])
     else:
         parser().parse_args(words)
 
@@ -128,6 +132,13 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
         yield {"8000": process.port, "8001": admin}
     finally:
         process.stop()
+
+
+@of("pagewalk", "ps", "meminfo", "audit")
+def test_commands_that_look_at_a_server_get_an_answer(page: str, command: str, ports: dict[str, int]) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    url = f"http://127.0.0.1:{ports['8001']}"
+    subprocess.run([sys.executable, "-m", "service", *words, "--url", url], check=True, timeout=60, capture_output=True)
 
 
 @of("curl")
