@@ -47,6 +47,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         free_slots=memory.swap.usable - memory.swap.used_slots,
         sequence_slots=memory.swap.sequence_slots,
         cached_slots=sum(memory.lru.size(tenant, LruList.SWAPPED) for tenant in tenants),
+        reserved_frames=memory.frames.total - memory.frames.usable,
         saved_frames=memory.frames.saved,
     )
 

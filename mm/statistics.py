@@ -32,6 +32,7 @@ class MemoryInformation:
     free_slots: int = 0  # also those that have no memory behind them yet: it is taken as they are used
     sequence_slots: int = 0  # slots that page tables name; the other used ones hold copies of cached and clean pages
     cached_slots: int = 0  # slots of cached pages that are nowhere else
+    reserved_frames: int = 0  # closed: there are addresses for them and no memory; not in the total
     saved_frames: int = 0  # references - active: so many more frames would be in use if nothing were shared
 
 

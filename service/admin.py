@@ -175,12 +175,13 @@ def _head(snapshot: EngineSnapshot) -> MemoryFacts:
 
 def _memory(snapshot: EngineSnapshot) -> MemoryFacts:
     """total = free + cached + active; of the active frames, nothing but a copy holds the copying ones; saved ones would
-    be in use if nothing were shared, slots are places in the host's memory.
+    be in use if nothing were shared, reserved ones are not in the total, slots are places in the host's memory.
     """
     memory = snapshot.memory
     limit = memory.commit_limit
     return {
         "total": (memory.total_frames, "frames"),
+        "reserved": (memory.reserved_frames, "frames"),
         "free": (memory.free_frames, "frames"),
         "cached": (memory.cached_frames, "frames"),
         "active": (memory.active_frames + memory.copying_frames, "frames"),

@@ -123,6 +123,7 @@ def pulse_of(latencies: Latencies) -> View:
             "running": len(scheduler.sequences.running),
             "waiting": inside.engine.queue.requests,
             "swapped": len(scheduler.sequences.swapped),
+            "paused": len(scheduler.sequences.paused),
             "frames": {
                 "total": information.total_frames,
                 "free": information.free_frames,

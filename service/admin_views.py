@@ -23,6 +23,7 @@ from mm.frame_views import (
     frame_map,
     free_runs,
     holders,
+    owners_of,
     page_hash,
     resident_and_proportional,
     use_counts,
@@ -271,6 +272,8 @@ def page_cache(inside: Inside, asked: Look) -> Facts:
     hits = np.asarray(cache.hits)
     chosen = used[np.argsort(-hits[used], kind="stable")][query.offset : query.offset + query.limit]
     depths = _depths(memory, chosen)
+    frames = cache.frames[chosen]
+    owners = owners_of(memory, frames[frames != ABSENT])
     pinned = np.zeros(memory.frames.total, np.bool_)
     for pin in memory.pins.held.values():
         pinned[pin.frames] = True
@@ -279,6 +282,7 @@ def page_cache(inside: Inside, asked: Look) -> Facts:
         page = _page(inside, entry)
         frame = cache.frame[entry]
         page |= {"depth_tokens": depth * memory.page_size, "pinned": frame != ABSENT and bool(pinned[frame])}
+        page["owners"] = owners.get(frame, [])
         pages.append(page)
     return {
         "pages": len(cache),

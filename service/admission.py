@@ -151,6 +151,11 @@ class Admission:
         family = sequence.family
         return family is not None and family.is_computing(sequence, self._rows, self._memory.tables.lengths)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody did not enter when it was last asked, for want of frames."""
+        return bool(self._short)
+
     # --- from swap
 
     def return_from_swap(self) -> None:

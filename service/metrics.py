@@ -236,6 +236,7 @@ class Metrics(Collector):
         frames.add_metric(["cached"], memory.cached_frames)
         frames.add_metric(["active"], memory.active_frames)
         frames.add_metric(["copying"], memory.copying_frames)
+        frames.add_metric(["reserved"], memory.reserved_frames)
         yield frames
         size = GaugeMetricFamily("pagewalk_kv_bytes", "Memory for keys and values: pool and swap area", labels=["tier"])
         places = {"gpu": 0, "host": memory.total_slots}

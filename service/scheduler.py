@@ -130,6 +130,7 @@ class Scheduler:
         self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
         self._committed_s = 0.0
         self.oom_ends = 0  # searches that ended for want of memory, since the start
+        self._waits_for_compute = False
         self.compute_pressure = PressureMeter()  # who waits for places and the budget of steps
         self._admission = Admission(
             memory,
@@ -644,10 +645,12 @@ class Scheduler:
 
     def _report_compute_pressure(self, now: float) -> None:
         """Whether anybody waits, and not for memory: for a place or the budget of a step. Others get on meanwhile."""
-        waiting = self.sequences.waiting
-        head = next(iter(waiting.in_order(1)), None) if waiting else None
-        waits = head is not None and head.blocked_at < 0 and head.held_at < 0
-        self.compute_pressure.report(now, waiting=int(waits), progressing=1)
+        all_ = self.sequences
+        waits = bool(all_.waiting) and not all_.swapped
+        waits = waits and not (self._admission.is_short and self._admission.has_place)
+        if waits != self._waits_for_compute or not self._step:
+            self._waits_for_compute = waits
+            self.compute_pressure.report(now, waiting=int(waits), progressing=1)
 
     def _plan(self, decodes: Int32Array, chunks: Chunks, now: float) -> StepPlan:
         state = self._rows

@@ -214,6 +214,21 @@ def test_a_stream_is_forked_from_whatever_process_it_is_asked(shared: Process) -
     shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
 
 
+def test_limits_that_operators_set_are_known_to_every_process(shared: Process) -> None:
+    """A request that has become too large is refused where it comes in, whichever process that is."""
+    headers = {"Authorization": "Bearer root"}
+    body = {"prompt": "the", "max_tokens": 300, "ignore_eos": True}
+    path = "/admin/v1/tenants/default"
+    done = json.loads(shared.ask("POST", path, {"max": 10, "high": 10}, headers))
+    assert done["after"]["max"] == 10
+    for _ in range(6):
+        shared.until(lambda: shared.open("POST", "/v1/completions", body).status == 400)
+    assert json.loads(shared.ask("POST", path, {"max": "max", "high": "max"}, headers))["done"]
+    for _ in range(6):
+        shared.until(lambda: shared.open("POST", "/v1/completions", body).status == 200)
+    shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
+
+
 def test_leaving_cancels_whatever_process_streams(shared: Process) -> None:
     """C08, C09: six choices each, left after the first event: nothing runs on, no frame is held, aborts are counted."""
     abort = next(name for name in shared.metrics() if "request_success" in name and '"abort"' in name)
