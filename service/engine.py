@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ import structlog
 from mm.addresses import FloatArray
 from model.executor import Executor
 from model.step_plan import StepPlan, StepResult, Ticket
+from service.between_steps import BetweenSteps
 from service.committed import Committed
 from service.engine_client import (
     Abort,
@@ -42,7 +43,7 @@ from service.engine_client import (
     Submit,
     TokenBatch,
 )
-from service.errors import BadRequest, EngineDead, PagewalkError, QueueFull
+from service.errors import BadRequest, QueueFull
 from service.forks import find_parent, fork
 from service.grammars import Grammar, MaskWorker, Matcher
 from service.held_submits import Held, HeldSubmits
@@ -136,10 +137,10 @@ class Engine:
         self._inbox: deque[tuple[int, Message | Held]] = deque()
         self.held = HeldSubmits(self._release)  # until their grammars are compiled
         self._masks: MaskWorker | None = None  # made when it is first needed
-        self._actions: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._unread = self._unread_tokens = 0  # choices that were submitted since the last step, and their prompts
         self._queue_wait = QueueWait()
         self._wake = asyncio.Event()
+        self._between_steps = BetweenSteps(self._wake.set)
         self._is_idle = asyncio.Event()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
         self._state: EngineState = "loading"
@@ -168,20 +169,18 @@ class Engine:
             self.held.close()
             if self._masks is not None:
                 self._masks.close()
-            for _, future in self._actions:
-                if not future.done():
-                    future.set_exception(EngineDead("the engine has stopped"))
+            self._between_steps.end()
 
     @property
     def _has_work(self) -> bool:
         scheduler = self.scheduler
-        is_asked = bool(self._inbox or self._actions)
+        is_asked = bool(self._inbox or self._between_steps)
         return is_asked or scheduler.has_work or bool(self._moving) or scheduler.is_due(self._clock())
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
         self.read_messages(READ_AT_ONCE)
-        self._act()
+        self._between_steps.carry_out()
         if self._ready_slots < self.executor.slots:
             self._open_slots()
         for number, succeeded in self.executor.ended():
@@ -409,22 +408,7 @@ class Engine:
 
     async def between_steps(self, action: Callable[[], A]) -> A:
         """Carry `action` out before the next step, when the scheduler may be changed. Raises what it raises."""
-        if self._state == "dead" or self._is_stopping:
-            raise EngineDead("the engine has stopped")
-        future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._actions.append((action, future))
-        self._wake.set()
-        return await future
-
-    def _act(self) -> None:
-        while self._actions:
-            action, future = self._actions.popleft()
-            if future.done():
-                continue  # whoever asked has left
-            try:
-                future.set_result(action())
-            except PagewalkError as refusal:
-                future.set_exception(refusal)
+        return await self._between_steps.run(action)
 
     def resized(self, slots: int) -> None:
         """The swap area has another size: as many slots are open as there were, at most."""

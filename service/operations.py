@@ -84,14 +84,18 @@ class Operations:
         action = question.action.replace("{of}", question.of)
         row = self._row_of(question.of) if question.action.startswith("sequences/") else ABSENT
         before, after = OPERATIONS[question.action](self, question.of, body)
-        engine, actions = self.inside.engine, self.inside.actions
-        number = actions.next_number
-        actions.append(Done(number, engine.now, engine.committed_step, action, question.by, before, after))
-        self.inside.memory.note_action(row, number)
-        log.info("admin action", action=action, by=question.by, before=before, after=after)
-        engine.refresh_limits()
+        self.note(action, question.by, before, after, row)
+        self.inside.engine.refresh_limits()
         self._tell_state()
         return msgspec.json.encode({"done": True, "before": before, "after": after})
+
+    def note(self, action: str, by: str, before: Facts, after: Facts, row: int = ABSENT) -> None:
+        """It has been done: for the log and the trace. row: of the Sequence that it was done to."""
+        engine, actions = self.inside.engine, self.inside.actions
+        number = actions.next_number
+        actions.append(Done(number, engine.now, engine.committed_step, action, by, before, after))
+        self.inside.memory.note_action(row, number)
+        log.info("admin action", action=action, by=by, before=before, after=after)
 
     def _row_of(self, of: str) -> int:
         sequence = find(self.inside, of)

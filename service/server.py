@@ -57,6 +57,7 @@ class Server:
     def __init__(self, settings: Settings, version: str, origins: Mapping[str, Origin] | None = None) -> None:
         """origins: where each setting came from, for those who look; None: all are defaults."""
         self._origins = origins or {}
+        self._operations: Operations | None = None  # once the model is loaded
         self.settings = settings
         self.metrics = Metrics(version, vllm_names=settings.metrics_compat == "vllm")
         self.answers = Answers()
@@ -243,7 +244,8 @@ class Server:
         inside = Inside(assembly.engine, shows_text=settings.admin_show_text)
         inspector(inside, self.metrics, settings, self._origins).answer_with(self.answers)
         later = asyncio.get_running_loop().call_later
-        Operations(inside, self._tell_state, later).answer_with(self.answers)
+        self._operations = Operations(inside, self._tell_state, later)
+        self._operations.answer_with(self.answers)
         facts = ModelFacts(
             names=names,
             root=loaded.root,
@@ -323,6 +325,8 @@ class Server:
     def _reload(self) -> None:
         """SIGHUP: what can change while the server runs is read again."""
         self._keys.reload()
+        if self._operations is not None:
+            self._operations.note("reload", "SIGHUP", {}, {})
         if self.front_ends is not None:
             self.front_ends.reload()
         self._warn_of_tenants()

@@ -1,7 +1,9 @@
 """The admin routes over HTTP with the real engine: forms, parameters, keys."""
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -258,3 +260,41 @@ async def test_pages_of_other_sites_cannot_act(house: RealHouse) -> None:
         {"Host": "pagewalk"},
     ):
         assert (await post(house, "page_cache/drop", {"level": 1}, **headers))[0] == 200, headers
+
+
+@pytest.mark.parametrize("actions", [("pause", "resume"), ("pause", "swap_out", "resume")])
+async def test_what_is_paused_and_moved_answers_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, actions: tuple[str, ...]
+) -> None:
+    """Sampled by a grammar, whose state must stand still with it, by the real executor."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    grammar = {"structured_outputs": {"regex": "(ab|cd|ef){60}"}}
+    body = {"prompt": "the", "max_tokens": 200, "temperature": 1, "seed": 5, "prefix_cache": False} | grammar
+    async with real_house(monkeypatch, folder, max_model_len=300, swap_memory_bytes=1 << 20) as house:
+        expected = (await house.post("/v1/completions", body))["choices"][0]["text"]
+        assert re.fullmatch("(ab|cd|ef){60}", expected)
+        again = asyncio.create_task(house.post("/v1/completions", body | {"request_id": "it"}))
+        done = 0
+        while not again.done():
+            for action in actions:
+                done += (await post(house, f"sequences/it/{action}", {}))[0] == 200
+        assert (await again)["choices"][0]["text"] == expected
+        assert done >= len(actions)
+
+
+async def test_a_paused_request_can_be_forked(house: RealHouse) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 150, "ignore_eos": True, "temperature": 0, "request_id": "p"}
+    parent = asyncio.create_task(house.post("/v1/completions", body))
+    while (await post(house, "sequences/p/pause", {}))[1].get("after", {}).get("frames", 0) < 2:
+        await post(house, "sequences/p/resume", {})
+    child = await house.post("/v1/requests/p/fork", {"temperature": 0})
+    await post(house, "sequences/p/resume", {})
+    assert (await parent)["choices"][0]["text"].endswith(child["choices"][0]["text"])
+
+
+async def test_a_reload_is_in_the_trace(house: RealHouse) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+    async with asyncio.timeout(60):
+        while not (found := (await get(house, "trace?event=action"))[2]["actions"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (found[0]["action"], found[0]["by"]) == ("reload", "SIGHUP")
