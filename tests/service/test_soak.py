@@ -28,6 +28,7 @@ SERVER_FILES = 4_096  # the server may open: fewer than there are requests
 STREAMS, STREAM_TOKENS = 10, 3_000
 LONG_PROMPTS, LONG_TOKENS = 64, 4_000
 OPEN_STREAMS = 10_000
+CROWD_STREAMS, CROWD_TOKENS, CROWD_QUEUE, ROUNDS = 500, 200, 5_000, 3
 TIMEOUT_S = 150  # of one test: only a hang takes as long
 
 
@@ -320,6 +321,117 @@ def _longest(before: dict[str, float], after: dict[str, float], name: str, label
         if key.startswith(name + "{") and label in key
     }
     return f"{next(bound for bound, count in counts.items() if count == counts['+Inf'])} s or less"
+
+
+# ---------------------------------------------------------------- a crowd
+
+
+@pytest.fixture(params=[0, 2], ids=["one process", "two front ends"])
+def roomy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
+    """A server that runs 512 Sequences at once, and queues the rest."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < CROWD_STREAMS + CROWD_QUEUE + 500:
+        pytest.skip(f"a process of this user may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--threads", "1"]
+    arguments += ["--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "512", "--max-queue-requests", "6000"]
+    started = Process(*arguments, "--front-ends", str(request.param), "--log-format", "json", folder=tmp_path)
+    try:
+        started.until(lambda: started.status("/ready") == 200)
+        yield started
+    finally:
+        started.stop()
+
+
+class Crowd:
+    """Streams of which some are read slowly and some are left, and as many short requests as the queue takes."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self.port, self.draw = port, random.Random(seed)
+        self.ends: Counter[str] = Counter()
+
+    async def open(self, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        data = json.dumps({"ignore_eos": True, **body})
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}"
+        writer.write(f"{head}\r\n\r\n{data}".encode())
+        return reader, writer
+
+    async def stream(self, number: int) -> None:
+        reader, writer = await self.open(prompt=[5 + number % 300] * 20, max_tokens=CROWD_TOKENS, stream=True)
+        kind = ("fast", "slow", "leaves")[number % 3]
+        bytes_left = self.draw.randrange(20_000) if kind == "leaves" else 1 << 30
+        text = b""
+        while bytes_left > 0 and (more := await reader.read(2_000)):
+            bytes_left -= len(more)
+            text = text[-20:] + more
+            if kind == "slow":
+                await asyncio.sleep(0.1)
+        writer.close()
+        self.ends["left" if bytes_left <= 0 else "whole" if b"data: [DONE]" in text else "broken"] += 1
+
+    async def short(self, number: int) -> None:
+        reader, writer = await self.open(prompt=[5 + number % 300, 5 + number // 300] * 10, max_tokens=2)
+        if self.draw.random() < 0.1:
+            await asyncio.sleep(self.draw.random())
+            writer.transport.abort()
+            self.ends["left"] += 1
+            return
+        answer = await reader.read()
+        writer.close()
+        self.ends["answered" if answer.startswith(b"HTTP/1.1 200") else answer[9:12].decode() or "broken"] += 1
+
+    async def run(self) -> None:
+        tasks = [asyncio.create_task(self.stream(number)) for number in range(CROWD_STREAMS)]
+        for number in range(CROWD_QUEUE):
+            tasks.append(asyncio.create_task(self.short(number)))
+            if number % 50 == 0:
+                await asyncio.sleep(0.02)
+        await asyncio.gather(*tasks)
+
+
+def _resident_mb(process: Process) -> dict[str, int]:
+    """Memory of each process of the server that is its own."""
+    found = {}
+    for pid in (process.process.pid, *process.front_ends()):
+        status = Path(f"/proc/{pid}/status").read_text()
+        name = "engine" if pid == process.process.pid else f"front end {len(found)}"
+        found[name] = int(status.split("RssAnon:")[1].split()[0]) // 1024
+    return found
+
+
+async def test_a_crowd_with_slow_readers_and_leavers(roomy: Process, capsys: pytest.CaptureFixture[str]) -> None:
+    """500 streams, 5,000 requests in the queue: each is answered whole, or its client left; nothing stays of either."""
+    resident = [_resident_mb(roomy)]
+    longest_queue = 0.0
+    async with asyncio.timeout(2 * TIMEOUT_S), client_of(roomy, capsys, {"/health": 0.05}) as client:
+        before = await client.metrics()
+        for seed in range(ROUNDS):
+            crowd = Crowd(roomy.port, seed)
+            running = asyncio.create_task(crowd.run())
+            while not running.done():
+                await asyncio.wait([running], timeout=0.5)
+                waiting = [v for k, v in (await client.metrics()).items() if k.startswith("vllm:num_requests_waiting{")]
+                longest_queue = max(longest_queue, *waiting)
+            await running
+            assert set(crowd.ends) <= {"whole", "answered", "left"}, crowd.ends
+            while (after := await client.metrics())["pagewalk_http_inflight"] > 1:  # noqa: ASYNC110 - 1: this scrape
+                await asyncio.sleep(0.05)
+            resident.append(_resident_mb(roomy))
+        (admin,) = [line["admin"] for line in roomy.log() if line["event"] == "ready"]
+        async with client.session.get(admin.replace("meminfo", "audit")) as response:
+            books = await response.json()
+    assert books["balanced"], books["discrepancies"]
+    assert books["active"] == 0
+    client.report(
+        "a crowd",
+        ends_of_the_last_round=dict(crowd.ends),
+        longest_queue=longest_queue,
+        anonymous_memory_mb=resident,
+        loop_lag=_longest(before, after, "pagewalk_event_loop_lag_seconds_bucket"),
+    )
 
 
 # ---------------------------------------------------------------- open streams
