@@ -15,7 +15,7 @@ from service.answers import Wishes
 from service.anthropic_body import NAMES, CountBody, MessagesBody
 from service.body import read_body
 from service.choice import Choice, Delta
-from service.completions import answer
+from service.completions import answer_as_chat
 from service.errors import PagewalkError, anthropic_body, told_as
 from service.front_end import FRONT_END
 from service.generation import Generation
@@ -27,13 +27,7 @@ from service.sse import named_event
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
-    model = request.app[FRONT_END].ready()
-    body = await read_body(request, MessagesBody)
-    name = model.check_name(body.model)
-    with told_as(NAMES):
-        chat = body.chat()
-        prompt = await chat_prompt(chat, model, request[CALLER].tenant)
-        return await answer(request, chat, [prompt], model, name, MessagesForm, default_tokens=None)
+    return await answer_as_chat(request, MessagesBody, MessagesBody.chat, NAMES, lambda _: MessagesForm)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:

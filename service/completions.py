@@ -5,9 +5,9 @@ body ──decode──▶ checked fields ──▶ prompt ids ──▶ Generat
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -17,14 +17,14 @@ from service.body import read_body
 from service.chat_constraint import chat_constraint
 from service.choice import Choice, Delta, merged
 from service.constraint import Constraint, constraint_of
-from service.errors import BadRequest, InternalError, PagewalkError
+from service.errors import BadRequest, InternalError, PagewalkError, told_as
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
 from service.grammars import GrammarRefused
 from service.logprobs import Spelling
 from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
 from service.prompts import Prompt, chat_prompt, completion_prompts
-from service.schema import ChatBody, CompletionBody, GenerationBody
+from service.schema import Body, ChatBody, CompletionBody, GenerationBody
 from service.served_model import ServedModel
 from service.sse import EventStream
 from service.token_stream import TokenStream
@@ -55,6 +55,26 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
     prompt = await chat_prompt(body, model, request[CALLER].tenant)
     return await answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def answer_as_chat(
+    request: web.Request,
+    kind: type[B],
+    chat_of: Callable[[B], ChatBody],
+    names: Mapping[str, str],
+    form_kind: Callable[[B], FormKind],
+) -> web.StreamResponse:
+    """Answer a body of another API as the chat that it stands for. names: of our fields, as that API calls them."""
+    model = request.app[FRONT_END].ready()
+    body = await read_body(request, kind)
+    name = model.check_name(body.model)
+    with told_as(names):
+        chat = chat_of(body)
+        prompt = await chat_prompt(chat, model, request[CALLER].tenant)
+        return await answer(request, chat, [prompt], model, name, form_kind(body), default_tokens=None)
 
 
 async def answer(

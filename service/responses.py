@@ -15,14 +15,10 @@ import msgspec
 from aiohttp import web
 
 from service.answers import Wishes, usage
-from service.body import read_body
 from service.choice import Choice, Delta
-from service.completions import answer
-from service.errors import PagewalkError, told_as
-from service.front_end import FRONT_END
+from service.completions import answer_as_chat
+from service.errors import PagewalkError
 from service.generation import Generation
-from service.middleware import CALLER
-from service.prompts import chat_prompt
 from service.response_items import OutputItems
 from service.responses_body import NAMES, ResponsesBody
 from service.sse import named_event
@@ -30,14 +26,9 @@ from service.sse import named_event
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
-    model = request.app[FRONT_END].ready()
-    body = await read_body(request, ResponsesBody)
-    name = model.check_name(body.model)
-    with told_as(NAMES):
-        chat = body.chat()
-        prompt = await chat_prompt(chat, model, request[CALLER].tenant)
-        form = partial(ResponsesForm, asked=body)
-        return await answer(request, chat, [prompt], model, name, form, default_tokens=None)
+    return await answer_as_chat(
+        request, ResponsesBody, ResponsesBody.chat, NAMES, lambda body: partial(ResponsesForm, asked=body)
+    )
 
 
 class ResponsesForm:
