@@ -32,8 +32,8 @@ CROWD_STREAMS, CROWD_TOKENS, CROWD_QUEUE, ROUNDS = 500, 200, 5_000, 3
 TIMEOUT_S = 150  # of one test: only a hang takes as long
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
+@pytest.fixture(params=[0, 2], ids=["one process", "two front ends"])
+def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
     """Ready to serve. The client's sockets need as many files as the server's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < BURST + 500:
@@ -42,7 +42,8 @@ def process(tmp_path: Path) -> Iterator[Process]:
     folder = tmp_path / "tiny-model"
     folder.mkdir()
     arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--threads", "1"]
-    started = Process(*arguments, "--kv-cache-memory-bytes", "128MiB", "--log-format", "json", folder=tmp_path)
+    arguments += ["--kv-cache-memory-bytes", "128MiB", "--front-ends", str(request.param)]
+    started = Process(*arguments, "--log-format", "json", folder=tmp_path)
     resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
     try:
         started.until(lambda: started.status("/ready") == 200)
