@@ -20,9 +20,11 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Protocol
 
-DECODE_SIZES: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224)
-DECODE_SIZES += (256, 320, 384, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
-"""Batch sizes of decode graphs. A batch is padded up to the next: at most a quarter, above 32."""
+DECODE_SIZES: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176)
+DECODE_SIZES += (208, 256, 288, 320, 384, 416, 512, 544, 640, 672, 800, 864, 928, 992, 1024)
+"""Batch sizes of decode graphs. A batch is padded up to the next: at most a quarter, above 32. Those above 128 are what
+cuBLAS is good at: a layer of 8B takes 508 to 520 us at 704, 736, 768 and 800 rows on an H200, and 437 at 448 but 344 at
+512 (docs/decisions/0025-what-a-large-networks-time-is-spent-on.md)."""
 
 CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 CASCADE_SIZES += (320, 384, 512, 640, 768, 896, 1024)

@@ -55,6 +55,9 @@ from service.request import Sequence
 from service.scheduler import Scheduler
 from service.step_log import StepEntry, StepLog
 
+QUIET_S = 0.05
+"""An engine uses idle time for work that can wait after so long: the next request of one client comes sooner."""
+
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
 
@@ -296,9 +299,11 @@ class Engine:
         """Sleep until a message comes; meanwhile, once, check that the books balance."""
         if not self.held:
             self._is_idle.set()
-        while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
-            await asyncio.sleep(0)
         try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), QUIET_S)
+            while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
+                await asyncio.sleep(0)
             await asyncio.wait_for(self._wake.wait(), IDLE_AUDIT_S)
         except TimeoutError:
             self.scheduler.memory.check_invariants()
