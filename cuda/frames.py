@@ -130,6 +130,8 @@ class GrowingFramePool(FramePool):
     def _memory(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         index = device.index if device.index is not None else torch.cuda.current_device()
         size_bytes = shape[0] * self.layout.frame_bytes
+        self._index = index
+        torch.cuda.synchronize(index)  # makes the device's context this thread's: the driver's calls want one
         self._growing = GrowingMemory(load_driver(), index, size_bytes)
         self._growing.resize(self._first * self.layout.frame_bytes)
         flat = torch.as_tensor(_DeviceBytes(self._growing.address, size_bytes), device=torch.device("cuda", index))
@@ -140,8 +142,14 @@ class GrowingFramePool(FramePool):
 
         Raises DriverError if there is not enough; then nothing has changed.
         """
+        torch.cuda.synchronize(self._index)  # this thread may be another
         self._growing.resize(frames * self.layout.frame_bytes)
         self.usable = frames
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What it has of the device's memory."""
+        return self._growing.mapped_bytes
 
 
 def load_driver() -> Any:
