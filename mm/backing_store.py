@@ -95,8 +95,12 @@ class BackingStore:
             size = min(self._most - place * self._slots_a_chunk, self._slots_a_chunk)
             try:
                 chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
-            except RuntimeError as error:  # torch's word for memory that cannot be had or locked
-                log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, str(error).splitlines()[0])
+            except (
+                MemoryError,
+                RuntimeError,
+            ) as error:  # the second is torch's word for memory that cannot be had or locked
+                why = (str(error) or "no memory").splitlines()[0]
+                log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, why)
                 with self._changed:
                     self._is_closed = True
                     self._changed.notify_all()

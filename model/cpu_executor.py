@@ -3,12 +3,14 @@
 Owns: the pool, the page tables, each row's last token and sampling settings, and the thread. What a step does, in
 order: page copies, page table changes, settings, forward pass, sampling. The caller's thread only puts plans into a
 queue, so an asyncio loop stays free while torch computes (torch lets go of the interpreter lock inside its operators).
+Where there is no memory for all tokens of a step at once, the network runs by parts (step_parts.py).
 
 Trap: OpenMP threads that spin while they wait make steps 5-20 times slower on a machine with other work. The entry
 point sets OMP_WAIT_POLICY=PASSIVE before torch is imported; afterwards it is too late.
 """
 
 import ctypes
+import logging
 import threading
 import time
 from collections import deque
@@ -36,8 +38,13 @@ from model.native_kernels import NativeKernels
 from model.parameters import Parameters
 from model.sampler import Sampled, sample
 from model.sampling_rows import SamplingRows
+from model.step_parts import Computed, halves, is_out_of_memory, rejoined
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.token_masks import TokenMasks, mask_words
+
+WARN_S = 30.0
+
+log = logging.getLogger("pagewalk.executor")
 
 
 class CpuTicket:
@@ -65,12 +72,11 @@ class CpuTicket:
         self._done.set()
 
 
-class _Computed(NamedTuple):
+class _Unsampled(NamedTuple):
     """A step up to its sampling."""
 
     ticket: CpuTicket
-    logits: Tensor  # (N, V) float32, of the rows that sample
-    failed: BoolArray  # (S,)
+    computed: Computed
 
 
 class CpuExecutor:
@@ -110,7 +116,8 @@ class CpuExecutor:
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._settings = SamplingRows.greedy(max_rows)
         self.masks = np.empty((max_rows, mask_words(config.vocabulary)), np.int32)  # takes memory when touched
-        self._unsampled: _Computed | None = None  # a step that waits for `sample`
+        self._next_warning_s = 0.0
+        self._unsampled: _Unsampled | None = None  # a step that waits for `sample`
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="cpu-executor", daemon=True)
@@ -183,24 +190,46 @@ class CpuExecutor:
     def _run(self, plan: StepPlan, ticket: CpuTicket) -> None:
         try:
             torch.set_num_threads(self.threads.of(len(plan.token_ids)))  # of this thread only, OpenMP sees to that
-            computed = self._compute(plan, ticket)
-            if plan.masked is None:
-                ticket.finish(self._end(plan, computed, None))
-            else:
-                self._unsampled = computed
+            self._carry_out_orders(plan)
+            self._finish_or_fail(plan, ticket, partial(self._compute_and_end, plan, ticket))
         except BaseException as error:  # noqa: BLE001 (whoever waits for the step decides what its failure means)
             ticket.finish(None, error)
 
+    def _compute_and_end(self, plan: StepPlan, ticket: CpuTicket) -> StepResult | None:
+        """None if the sampling is still to come."""
+        computed = self._compute(plan)
+        if plan.masked is None:
+            return self._end(plan, computed, None)
+        self._unsampled = _Unsampled(ticket, computed)
+        return None
+
+    def _finish_or_fail(self, plan: StepPlan, ticket: CpuTicket, work: Callable[[], StepResult | None]) -> None:
+        """Where there is no memory even for parts of a step, its rows fail: others go on."""
+        try:
+            if (result := work()) is not None:
+                ticket.finish(result)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._warn("no memory for a step of %d tokens, not even in parts: its requests end", plan)
+            ticket.finish(StepResult.without_memory(plan))
+
     def _run_sampling(self, plan: StepPlan) -> None:
-        computed, self._unsampled = self._unsampled, None
-        if computed is None or plan.masked is None:
+        unsampled, self._unsampled = self._unsampled, None
+        if unsampled is None or plan.masked is None:
             return  # it has failed before
         try:
             places = np.cumsum(plan.samples)[plan.masked] - 1
             masks = TokenMasks(places, self.masks[: len(places)])
-            computed.ticket.finish(self._end(plan, computed, masks))
+            self._finish_or_fail(plan, unsampled.ticket, partial(self._end, plan, unsampled.computed, masks))
         except BaseException as error:  # noqa: BLE001 (as above)
-            computed.ticket.finish(None, error)
+            unsampled.ticket.finish(None, error)
+
+    def _warn(self, words: str, plan: StepPlan) -> None:
+        """At most once in WARN_S: where memory is short it is so for many steps."""
+        if time.monotonic() >= self._next_warning_s:
+            self._next_warning_s = time.monotonic() + WARN_S
+            log.warning(words, len(plan.token_ids))
 
     def _choose_threads(self, asked: int | None) -> ThreadCounts:
         if asked:
@@ -222,8 +251,8 @@ class CpuExecutor:
         torch.set_num_threads(threads)
         times = []
         for _ in range(4):  # the first one wakes the threads and makes oneDNN's kernels
-            begun, ticket = time.perf_counter(), CpuTicket(plan.step)
-            self._end(plan, self._compute(plan, ticket), None)
+            begun = time.perf_counter()
+            self._end(plan, self._compute(plan), None)
             times.append(time.perf_counter() - begun)
         self.pool.data[0].zero_()
         self._last_tokens[:] = 0
@@ -240,20 +269,40 @@ class CpuExecutor:
             self.pool.frame(frame).copy_(self._store.slot(slot))
         return True
 
-    def _compute(self, plan: StepPlan, ticket: CpuTicket) -> _Computed:
-        """Everything of a step that comes before its sampling."""
+    def _carry_out_orders(self, plan: StepPlan) -> None:
+        """What must not be done twice."""
         self.pool.copy(plan.orders.copies)
         changes = plan.orders.table_changes
         self._tables[changes.rows, changes.pages] = changes.frames
         if plan.settings is not None:
             self._settings.store(plan.settings)
-        if not len(plan.token_ids):
-            return _Computed(ticket, torch.empty(0, self.vocabulary), np.zeros(len(plan.rows), np.bool_))
-        batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
-        scores, failed = self._kernels.compute(batch, 0 if plan.scored is None else len(plan.scored.places))
-        return _Computed(ticket, scores, failed)
 
-    def _end(self, plan: StepPlan, computed: _Computed, masks: TokenMasks | None) -> StepResult:
+    def _compute(self, plan: StepPlan) -> Computed:
+        """The network: of all tokens at once, or in parts where there is no memory for that."""
+        if not len(plan.token_ids):
+            return Computed(torch.empty(0, self.vocabulary), np.zeros(len(plan.rows), np.bool_), None)
+        try:
+            return Computed(*self._run_network(plan), None)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or len(plan.token_ids) == 1:
+                raise
+        self._warn("no memory for %d tokens at once: they are computed in parts", plan)
+        return rejoined(plan, *(self._compute_part(half) for half in halves(plan)))
+
+    def _compute_part(self, plan: StepPlan) -> Computed:
+        """One that outlasts the next part's, with its scores."""
+        computed = self._compute(plan)
+        return Computed(computed.logits.clone(), computed.failed, self._scores(plan, computed))
+
+    def _scores(self, plan: StepPlan, computed: Computed) -> LogProbs | None:
+        """Of the plan's scored tokens; those of parts exist."""
+        return self._score(plan.scored) if plan.scored is not None and computed.scored is None else computed.scored
+
+    def _run_network(self, plan: StepPlan) -> tuple[Tensor, BoolArray]:
+        batch = forward_batch(plan, self._tables, self._last_tokens, self.pool.page_size)
+        return self._kernels.compute(batch, 0 if plan.scored is None else len(plan.scored.places))
+
+    def _end(self, plan: StepPlan, computed: Computed, masks: TokenMasks | None) -> StepResult:
         """Its sampling, and what comes back."""
         tokens, failed = np.full(len(plan.rows), -1, np.int32), computed.failed
         sampled = None
@@ -261,7 +310,7 @@ class CpuExecutor:
             sampled = self._sample(plan, computed.logits, masks)
             tokens[plan.samples] = sampled.tokens.numpy()
             failed[plan.samples] |= sampled.failed.numpy()
-        scored = None if plan.scored is None else self._score(plan.scored)
+        scored = self._scores(plan, computed)
         return StepResult(tokens, failed, None if sampled is None else sampled.logprobs, scored)
 
     def _sample(self, plan: StepPlan, scores: Tensor, masks: TokenMasks | None) -> Sampled:

@@ -159,11 +159,18 @@ class NativeKernels(Kernels[None]):
         return arrays["failed"]
 
     def record(self, build: Callable[[], Any], tokens: int, samples: int = 0) -> "ctypes.Array[Operator]":
-        """The operators that `build` asks for, with buffers for so many tokens. Ends every earlier program."""
+        """The operators that `build` asks for, with buffers for so many tokens. Ends every earlier program, also where
+        there is no memory for the new one.
+        """
         self._tokens, self._samples = tokens, samples
         self._buffers.clear()
         self._recording = []
-        build()
+        try:
+            build()
+        except BaseException:
+            self._tokens = self._samples = 0  # no step may run what was recorded before: its buffers are gone
+            self._buffers.clear()
+            raise
         return (Operator * len(self._recording))(*self._recording)
 
     def _record_network(self, tokens: int, samples: int) -> None:

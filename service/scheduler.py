@@ -76,6 +76,7 @@ from service.victims import Victims
 if TYPE_CHECKING:
     from service.grammars import Grammar, Matcher
 
+NO_MEMORY = "there was no memory to compute this request"
 NOT_FINITE = "the model produced numbers that are not finite for this request"
 NOTHING_LEFT = "The grammar and the fields that bar tokens have together left none that may come next."
 
@@ -337,9 +338,9 @@ class Scheduler:
         for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
             self._rows.at(row).first_token_s = now
         committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps)
-        if submitted.scored:
+        if submitted.scored and not result.lacks_memory:
             self._score_prompts(committed, submitted, result)
-        if len(submitted.asking):
+        if len(submitted.asking) and not result.lacks_memory:
             self._score_tokens(committed, submitted, result, sampled[good])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
         complete = self._complete(submitted)[sampled[good]] if submitted.matchers else None
@@ -347,7 +348,7 @@ class Scheduler:
         if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
             lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
             for row in submitted.plan.rows[lost].tolist():
-                self._fail_row(committed, row, now)
+                self._fail_row(committed, row, now, lacks_memory=result.lacks_memory)
         if not mine.all():
             self._commit_bereft(committed, submitted, result, sampled[~mine], now)
         if self._beams.groups:
@@ -360,18 +361,20 @@ class Scheduler:
             return self._beams.end_choice(sequence, reason, now, output=facts.get("output", 0))
         return self.sequences.end(sequence, reason, now, **facts)
 
-    def _fail_row(self, committed: Committed, row: int, now: float) -> None:
-        """The numbers of a row are not finite: its Sequence ends, or its whole search."""
+    def _fail_row(self, committed: Committed, row: int, now: float, *, lacks_memory: bool) -> None:
+        """A row has failed: its Sequence ends, or its whole search."""
         sequence = self._rows.sequences[row]
         if sequence is None:
             return  # another beam of its search has failed before it
         if sequence.group is not None:
-            self._beams.fail(sequence.group, NOT_FINITE, now, committed)
+            self._beams.fail(sequence.group, NO_MEMORY if lacks_memory else NOT_FINITE, now, committed)
         else:
-            committed.ended.append((sequence, self._end_failed(sequence, now)))
+            committed.ended.append((sequence, self._end_failed(sequence, now, lacks_memory=lacks_memory)))
 
-    def _end_failed(self, sequence: Sequence, now: float) -> Ended:
-        """End one whose row has failed: its numbers are not finite, or by its grammar no token can come."""
+    def _end_failed(self, sequence: Sequence, now: float, *, lacks_memory: bool) -> Ended:
+        """End one whose row has failed: no memory, numbers that are not finite, or by its grammar no token can come."""
+        if lacks_memory:
+            return self.end(sequence, "error", now, message=NO_MEMORY)
         error = "" if sequence.matcher is None else sequence.matcher.error
         if error:
             message = f"The output cannot go on in its grammar: {error}."
@@ -722,7 +725,8 @@ class Scheduler:
             if sequence is None:
                 continue
             if result.failed[place]:
-                committed.ended.append((sequence, self._end_failed(sequence, now)))
+                failed = self._end_failed(sequence, now, lacks_memory=result.lacks_memory)
+                committed.ended.append((sequence, failed))
                 continue
             token, scores = int(result.tokens[place]), None
             if sequence.sampling.logprobs >= 0:

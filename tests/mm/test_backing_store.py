@@ -25,12 +25,13 @@ def test_every_slot_has_its_own_memory() -> None:
     assert all(neighbours)
 
 
-def test_a_chunk_that_cannot_be_had_ends_the_area(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory\nmore"), MemoryError()])
+def test_a_chunk_that_cannot_be_had_ends_the_area(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     original, made = torch.empty, []
 
     def empty(*args, **kwargs):  # type: ignore[no-untyped-def]
         if len(made) == 2:
-            raise RuntimeError("CUDA error: out of memory\nmore")
+            raise error
         made.append(1)
         return original(*args, **kwargs)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ import torch
 from plan_driver import GREEDY, PlanDriver, int32
 
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
+from model.batch import ForwardBatch
 from model.config import read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.kv_pool import KvPool
 from model.loader import load_parameters
-from model.step_plan import FED_BACK, RowSettings, SamplingParameters, StepPlan, StepResult
+from model.step_plan import FED_BACK, RowSettings, SamplingParameters, ScoredTokens, StepPlan, StepResult
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 211, 37)]
 
@@ -272,3 +274,107 @@ def test_frames_that_go_give_their_memory_back_and_are_zero_when_they_return(mod
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def lacks_memory_above(executor: CpuExecutor, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of more tokens find no memory, as torch says it. Returns how many tokens each run of the network had."""
+    compute, sizes = executor._kernels.compute, []
+
+    def compute_if_small(batch: ForwardBatch, scored: int = 0) -> Any:
+        sizes.append(len(batch.token_ids))
+        if sizes[-1] > tokens:
+            torch.empty(1 << 55)
+        return compute(batch, scored)
+
+    monkeypatch.setattr(executor._kernels, "compute", compute_if_small)
+    return sizes
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 19])
+def test_a_step_that_finds_no_memory_is_computed_in_parts(
+    model, executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Decodes, chunks that are cut, prompts that are scored: all as if there had been memory."""
+    prompts = [PROMPT, PROMPT[:16], PROMPT[3:4], PROMPT[10:27]]
+    sizes = lacks_memory_above(executor, most, monkeypatch)
+    made = PlanDriver(executor).generate(prompts, [6, 3, 7, 5], budget=50, arrive=1)
+    assert min(sizes) <= most < max(sizes)
+    for prompt, sequence in zip(prompts, made, strict=True):
+        assert sequence.output == model.generate(prompt, len(sequence.output))
+        assert not sequence.failed
+
+
+def test_parts_of_a_step_score_what_the_whole_scores(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = plan([0, 1], [0, 0], [PROMPT[:20], PROMPT[5:16]], samples=[False, True])
+    places = int32(0, 5, 14, 15, 16, 22, 30)
+    asked = replace(chunks, scored=ScoredTokens(places, int32(*range(7)), 3), orders=two_rows())
+    (whole,) = run(executor, asked)
+    lacks_memory_above(executor, 8, monkeypatch)
+    (parts,) = run(executor, replace(asked, orders=MemoryOrders()))
+    assert whole.tokens.tolist() == parts.tokens.tolist()
+    assert whole.scored is not None
+    assert parts.scored is not None
+    assert whole.scored.ids.tolist() == parts.scored.ids.tolist()
+    np.testing.assert_allclose(whole.scored.chosen, parts.scored.chosen, rtol=1e-5)
+    np.testing.assert_allclose(whole.scored.values, parts.scored.values, rtol=1e-5)
+
+
+def test_a_nan_in_a_part_marks_its_row_only(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C38 in parts: the row that is cut fails by its first part."""
+    executor._parameters.embedding[PROMPT[3]] = float("nan")
+    clean = [token for token in PROMPT if token != PROMPT[3]]
+    lacks_memory_above(executor, 16, monkeypatch)
+    step = plan([0, 1], [0, 0], [PROMPT[:20], clean[:5]], samples=[True, True], orders=two_rows())
+    (result,) = run(executor, step)
+    assert result.failed.tolist() == [True, False]
+
+
+def test_without_memory_for_one_token_all_rows_fail_and_the_next_step_runs(
+    model, executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as short:
+        sizes = lacks_memory_above(executor, 0, short)
+        (nothing,) = run(executor, plan([0, 1], [0, 0], [PROMPT[:20], PROMPT[:5]], orders=two_rows()))
+    assert sizes == [25, 12, 6, 3, 1]
+    assert nothing.lacks_memory
+    assert nothing.failed.tolist() == [True, True]
+    (again,) = run(executor, plan([1], [0], [PROMPT[:5]]))
+    assert not again.lacks_memory
+    assert [int(again.tokens[0])] == model.generate(PROMPT[:5], 1)
+
+
+def test_sampling_that_finds_no_memory_fails_its_rows(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(*_: Any) -> None:
+        torch.empty(1 << 55)
+
+    monkeypatch.setattr("model.cpu_executor.sample", sample)
+    (nothing,) = run(executor, plan([0], [0], [PROMPT], orders=mapped(0, [4, 5, 6])))
+    assert nothing.lacks_memory
+    assert nothing.failed.tolist() == [True]
+
+
+def test_native_buffers_that_do_not_grow_leave_nothing_behind(model, native, monkeypatch) -> None:
+    """Between two steps of the same size one that is larger finds no memory: the second has buffers again."""
+    executor = executor_of(model.folder, native)
+    empty = torch.empty
+
+    def refuse(*shape: Any, **more: Any) -> torch.Tensor:
+        if shape and isinstance(shape[0], tuple) and shape[0][0] > 8:
+            raise MemoryError
+        return empty(*shape, **more)
+
+    (first,) = run(executor, plan([0], [0], [PROMPT[:5]], orders=two_rows()))
+    with monkeypatch.context() as short:
+        short.setattr("model.native_kernels.torch.empty", refuse)
+        (large,) = run(executor, plan([0], [0], [PROMPT[:20]]))
+    (again,) = run(executor, plan([0], [0], [PROMPT[:5]]))
+    executor.close()
+    assert [int(each.tokens[0]) for each in (first, large, again)] == [
+        *model.generate(PROMPT[:5], 1),
+        *model.generate(PROMPT[:20], 1),
+        *model.generate(PROMPT[:5], 1),
+    ]
+
+
+def two_rows() -> MemoryOrders:
+    return MemoryOrders(table_changes=TableChanges(int32(0, 0, 1), int32(0, 1, 0), int32(1, 2, 3)))

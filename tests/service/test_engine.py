@@ -323,6 +323,29 @@ async def test_a_step_that_raises_kills_the_engine_and_tells_every_stream() -> N
             house.start([1], 1)
 
 
+async def test_a_step_without_memory_ends_its_own_sequences_and_nobody_else() -> None:
+    """Whatever they are: beams, choices, scored prompts. Who was not in the step, and who comes later, gets everything;
+    nothing of the step is cached."""
+    async with running(rows=4) as house:
+        house.executor.lacks_memory = lambda plan: len(house.executor.plans) == 1
+        house.executor.gate.clear()
+        beams, _ = await submit_choices(house, [1, 2, 3], 9, 2, beam_search=BeamSearch(2))
+        plain = house.start([4] * 8, 50)
+        scored, _ = await submit_choices(house, [5] * 12, 9, 1, prompt_logprobs=2)
+        later = [house.start([i] * 9, 20) for i in range(6)]
+        house.executor.gate.set()
+        doomed = [*beams, plain, *scored]
+        for _, ended in await asyncio.gather(*map(read, doomed)):
+            assert (ended.reason, ended.message) == ("error", "there was no memory to compute this request")
+        for i, (tokens, ended) in enumerate(await asyncio.gather(*map(read, later))):
+            assert (tokens, ended.reason) == (expected_output([i] * 9, 20), "length")
+        assert (await read(house.start([4] * 8, 50)))[0] == expected_output([4] * 8, 50)
+        assert (await read(house.start([5] * 12, 9)))[0] == expected_output([5] * 12, 9)
+        assert house.client.is_alive
+        await until(lambda: house.free_frames == 64)
+        house.engine.scheduler.memory.check_invariants()
+
+
 async def test_alive_means_that_steps_complete_or_that_there_is_nothing_to_do() -> None:
     async with running() as house:
         house.clock.now += 1000

@@ -92,6 +92,7 @@ class SimulatedExecutor:
         self.gate = threading.Event()
         self.gate.set()
         self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
+        self.lacks_memory: Callable[[StepPlan], bool] = lambda plan: False
         self.error: Exception | None = None  # what the next step raises
         self.is_closed = False
         self.resized: tuple[int, int] | None = None
@@ -105,6 +106,8 @@ class SimulatedExecutor:
         self.device.carry_out(plan.orders)
         self.check_groups(plan)
         self.store(plan)
+        if self.lacks_memory(plan):
+            return SimulatedTicket(plan.step, StepResult.without_memory(plan), self.gate)
         tokens = np.full(len(plan.rows), -1, np.int32)
         for place, row in enumerate(plan.rows.tolist()):
             ids = plan.token_ids[plan.query_starts[place] : plan.query_starts[place + 1]].astype(np.int64)
