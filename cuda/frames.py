@@ -84,6 +84,23 @@ class FrameLayout:
         return self.layers * self.layer_bytes
 
 
+def plain_pages(raw: Tensor, layout: FrameLayout) -> Tensor:
+    """Whole frames (N, layout.frame_bytes) uint8 in plain form: (N, layers, K | V, kv heads, 16, D)."""
+    pages = raw.view(layout.dtype).view(-1, layout.layers, layout.kv_heads, 2, PAGE_SIZE * layout.head_dim)
+    return from_blobs(pages, layout.head_dim).transpose(2, 3).contiguous()
+
+
+def raw_pages(pages: Tensor, layout: FrameLayout) -> Tensor:
+    """The inverse of `plain_pages`. Raises ShapeMismatch."""
+    shape = (layout.layers, 2, layout.kv_heads, PAGE_SIZE, layout.head_dim)
+    if pages.shape[1:] != shape or pages.dtype != layout.dtype:
+        raise ShapeMismatch(
+            f"pages must be {shape} of {layout.dtype}; they are {tuple(pages.shape[1:])}, {pages.dtype}"
+        )
+    blobs = to_blobs(pages.transpose(2, 3).contiguous())
+    return blobs.contiguous().view(torch.uint8).view(len(pages), layout.frame_bytes)
+
+
 class FramePool:
     """The memory of all frames, zeroed. `usable` of them have memory: all, but in a GrowingFramePool."""
 

@@ -74,6 +74,9 @@ def _leaving_per_row(memory: "MemoryManager") -> Int32Array:
         if (leaving := transfer.leaving) is not None:
             current = memory.tables.epochs[leaving.rows] == leaving.epochs
             np.add.at(counted, leaving.rows[current], 1)
+    for hold in memory.holds.held.values():
+        if hold.fills and memory.tables.epochs[hold.row] == hold.epoch:
+            counted[hold.row] += len(hold.entries)
     return counted
 
 
@@ -229,6 +232,9 @@ def _pins(memory: "MemoryManager") -> Iterator[str]:
             np.add.at(counted, places, 1)
         for places, counted in ((orders.out_slots, slots), (orders.in_slots, slots)):
             np.add.at(counted, places, 1)
+    for hold in memory.holds.held.values():
+        np.add.at(frames, hold.frames, 1)
+        np.add.at(slots, hold.slots, 1)
     yield from _differences(memory, memory.frames.pins, frames, "{} pins, {} copies in flight")
     for slot in np.flatnonzero(np.asarray(memory.swap.pins) != slots)[:MOST].tolist():
         yield f"slot {slot}: {memory.swap.pins[slot]} pins, {slots[slot]} copies in flight"

@@ -10,6 +10,7 @@ caller hands to an executor in the order they were given. It reads no clock: `tu
     fork, truncate, release      of one address space
     swap_out, swap_in,           of pages that are not needed now; `complete` and `fail` report what became of it
     background_reclaim
+    hold, fill, let_go           of pages that are copied to a file, or from one (mm/holds.py)
     oom_table, choose_victim     whom to preempt, and how
     pin, advise, drop_caches     what an operator or a client knows better
     would_run                    what would become of a request, without running it
@@ -32,6 +33,7 @@ from mm.dry_run import DryRun, would_run
 from mm.errors import MemoryCorruption, OutOfFrames, PageNotResident
 from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
+from mm.holds import Hold, Holds
 from mm.lookup import Awaited, Lookup, MissReason, PrefixMatch
 from mm.lru import PageLru
 from mm.overcommit import CommitLedger
@@ -86,6 +88,7 @@ class MemoryManager:
         )
         self.reclaimer = Reclaimer(self.residency, watermarks or Watermarks.from_shares(frames))
         self.swapper = Swapper(self.tables, self.residency, self.reclaimer)
+        self.holds = Holds(self.tables, self.residency, self.reclaimer)
         self.publisher = Publisher(self.tables, self.residency)
         self._lookup = Lookup(self.residency, self.publisher, page_size)
         self._secret = secrets.token_bytes(32) if secret is None else secret  # a client cannot know a digest
@@ -159,8 +162,8 @@ class MemoryManager:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a swap order is under way."""
-        return bool(self.swapper.in_flight)
+        """Whether a swap order is under way, or pages are held for a copy of somebody else's."""
+        return bool(self.swapper.in_flight or self.holds.held)
 
     def frames_needed(self, rows: Int32Array, counts: Int32Array) -> int:
         """Frames that `grow` would allocate for the same arguments. Changes nothing. Raises PageNotResident."""
@@ -478,6 +481,29 @@ class MemoryManager:
     def fail(self, ticket: int) -> None:
         """A copy of this swap order could not be made: none counts, nothing is lost, its frames were not freed."""
         self.swapper.fail(ticket)
+
+    # --- copies of somebody else's (mm/holds.py)
+
+    def hold(self, space: AddressSpace, length: int) -> Hold:
+        """Keep the pages of the first `length` positions where they are until `let_go`, whatever becomes of `space`.
+
+        Raises ValueError if there are fewer positions.
+        """
+        if not 0 <= length <= space.length:
+            raise ValueError(f"cannot hold {length} of {space.length} positions")
+        return self.holds.pin(space.row, length)
+
+    def fill(self, space: AddressSpace, length: int) -> Hold:
+        """Frames for the first `length` positions of an empty `space`, to be written from elsewhere: it is not resident
+        until `let_go`. Raises OutOfFrames, and then nothing has changed.
+        """
+        if space.length:
+            raise ValueError(f"it has {space.length} positions already")
+        return self.holds.fill(space.row, length, self.now, space.owner)
+
+    def let_go(self, hold: Hold) -> None:
+        """Its copies are over, or will not be made."""
+        self.holds.let_go(hold)
 
     # --- preemption
 

@@ -222,7 +222,7 @@ class Swapper:
             self._residency.settle_slot(slot)
         self._residency.unmap(frames, self._tables.tenants[rows])
         entry_of_frame = self._cache.entry_of_frame
-        for frame in frames[self._frames.references[frames] == 0].tolist():
+        for frame in frames[(self._frames.references[frames] == 0) & (self._frames.pins[frames] == 0)].tolist():
             if (entry := entry_of_frame[frame]) != ABSENT:
                 self._residency.drop_clean(entry)
 

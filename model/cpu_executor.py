@@ -148,12 +148,28 @@ class CpuExecutor:
         """BackingStore.want."""
         self._store.want(slots)
 
-    def start(self, orders: SwapOrders) -> None:
+    def start(self, orders: SwapOrders, store: BackingStore | None = None) -> None:
         """Enqueue swap copies, behind the steps submitted so far. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the executor is closed")
         if len(orders):
-            self._queue.put(partial(self._swap, orders))
+            self._queue.put(partial(self._swap, orders, self._store if store is None else store))
+
+    def new_store(self, pages: int) -> BackingStore:
+        """Ordinary memory."""
+        return BackingStore(pages, self.frame_bytes, page_locked=False)
+
+    def swapped_page(self, slot: int) -> Tensor:
+        """BackingStore.slot."""
+        return self._store.slot(slot)
+
+    def plain_pages(self, raw: Tensor) -> Tensor:
+        """Frames are plain here."""
+        return raw.view(self.pool.data.dtype).view(-1, *self.pool.data.shape[1:])
+
+    def raw_pages(self, pages: Tensor) -> Tensor:
+        """The same bytes."""
+        return pages.contiguous().view(torch.uint8).view(len(pages), self.frame_bytes)
 
     def resize(self, frames: int, slots: int) -> None:
         """Memory is taken when it is touched, so only giving it back is work."""
@@ -184,8 +200,8 @@ class CpuExecutor:
         while (work := self._queue.get()) is not None:
             work()
 
-    def _swap(self, orders: SwapOrders) -> None:
-        self._moved.append((orders.ticket, self._move(orders)))
+    def _swap(self, orders: SwapOrders, store: BackingStore) -> None:
+        self._moved.append((orders.ticket, self._move(orders, store)))
 
     def _run(self, plan: StepPlan, ticket: CpuTicket) -> None:
         try:
@@ -258,15 +274,15 @@ class CpuExecutor:
         self._last_tokens[:] = 0
         return min(times[1:])
 
-    def _move(self, orders: SwapOrders) -> bool:
+    def _move(self, orders: SwapOrders, store: BackingStore) -> bool:
         """Carry swap orders out. False, and nothing is moved, if a slot has no memory behind it."""
         highest = max(orders.out_slots.max(initial=-1), orders.in_slots.max(initial=-1))
-        if highest >= self._store.ready_slots:
+        if highest >= store.ready_slots:
             return False
         for frame, slot in zip(orders.out_frames.tolist(), orders.out_slots.tolist(), strict=True):
-            self._store.slot(slot).copy_(self.pool.frame(frame))
+            store.slot(slot).copy_(self.pool.frame(frame))
         for slot, frame in zip(orders.in_slots.tolist(), orders.in_frames.tolist(), strict=True):
-            self.pool.frame(frame).copy_(self._store.slot(slot))
+            self.pool.frame(frame).copy_(store.slot(slot))
         return True
 
     def _carry_out_orders(self, plan: StepPlan) -> None:

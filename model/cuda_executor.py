@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cuda.adjust import Adjust, StepMasks, adjust_bytes
 from cuda.errors import DriverError
-from cuda.frames import FrameLayout, FramePool, GrowingFramePool
+from cuda.frames import FrameLayout, FramePool, GrowingFramePool, plain_pages, raw_pages
 from cuda.launch import DeviceLoader, KernelLoader
 from cuda.page_copy import PageCopy
 from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
@@ -397,9 +397,25 @@ class CudaExecutor:
                 raise CannotResize(f"no memory for {frames} frames: {error}") from error
         self._store.resize(slots)
 
-    def start(self, orders: SwapOrders) -> None:
+    def start(self, orders: SwapOrders, store: BackingStore | None = None) -> None:
         """Enqueue swap copies on the side stream, behind the steps submitted so far."""
-        self._mover.start(orders, self.stream)
+        self._mover.start(orders, self.stream, store)
+
+    def new_store(self, pages: int) -> BackingStore:
+        """Page-locked memory."""
+        return BackingStore(pages, self.frame_bytes, page_locked=True)
+
+    def swapped_page(self, slot: int) -> Tensor:
+        """BackingStore.slot."""
+        return self._store.slot(slot)
+
+    def plain_pages(self, raw: Tensor) -> Tensor:
+        """cuda.frames.plain_pages, on the host."""
+        return plain_pages(raw, self._program.pool.layout)
+
+    def raw_pages(self, pages: Tensor) -> Tensor:
+        """cuda.frames.raw_pages, on the host."""
+        return raw_pages(pages, self._program.pool.layout)
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets of swap orders that have ended, and whether they succeeded."""

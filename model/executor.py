@@ -1,10 +1,15 @@
 """What carries plans out. `cpu_executor` and `cuda_executor` implement this, and so do the tests' simulated ones."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mm.addresses import Int32Array
 from mm.page_copies import SwapOrders
 from model.step_plan import StepPlan, Ticket
+
+if TYPE_CHECKING:  # torch takes a second: front ends do without
+    from torch import Tensor
+
+    from mm.backing_store import BackingStore
 
 
 class Executor(Protocol):
@@ -41,8 +46,29 @@ class Executor(Protocol):
         """Ask for memory behind the first `slots` slots; it comes in the background."""
         ...
 
-    def start(self, orders: SwapOrders) -> None:
-        """Enqueue swap copies and return at once (mm.page_copies.PageMover). They run beside later steps."""
+    def start(self, orders: SwapOrders, store: "BackingStore | None" = None) -> None:
+        """Enqueue swap copies and return at once (mm.page_copies.PageMover). They run beside later steps.
+
+        store: whose slots are meant; None: the swap area's.
+        """
+        ...
+
+    def new_store(self, pages: int) -> "BackingStore":
+        """Host memory for so many pages, once it is asked for (`want`): for copies to and from elsewhere by `start`."""
+        ...
+
+    def swapped_page(self, slot: int) -> "Tensor":
+        """(frame_bytes,) uint8: what is in a slot of the swap area, while no copy writes to it."""
+        ...
+
+    def plain_pages(self, raw: "Tensor") -> "Tensor":
+        """Pages as they lie in frames and slots, (N, frame_bytes) uint8, in the form that all executors of a model and
+        dtype have in common: (N, layers, K | V, kv heads, page_size, D). May be called in any thread.
+        """
+        ...
+
+    def raw_pages(self, pages: "Tensor") -> "Tensor":
+        """The inverse of `plain_pages`."""
         ...
 
     def ended(self) -> list[tuple[int, bool]]:

@@ -27,6 +27,7 @@ class _Moving:
 
     ticket: int
     event: torch.cuda.Event | None
+    store: BackingStore  # keeps its memory until then
 
 
 class SwapMover:
@@ -39,17 +40,21 @@ class SwapMover:
         self._raw_stream = ctypes.c_void_p(int(self._stream.cuda_stream))
         self._moving: deque[_Moving] = deque()
 
-    def start(self, orders: SwapOrders, after: torch.cuda.Stream) -> None:
-        """Enqueue the copies, behind all that is in `after` now. Every slot must be ready."""
+    def start(self, orders: SwapOrders, after: torch.cuda.Stream, store: BackingStore | None = None) -> None:
+        """Enqueue the copies, behind all that is in `after` now. Every slot must be ready.
+
+        store: whose slots are meant, of the same size; None: this mover's.
+        """
         if not len(orders):
             return
+        store = self._store if store is None else store
         self._stream.wait_stream(after)
-        good = self._copy(orders.out_frames, orders.out_slots, is_out=True)
-        good = good and self._copy(orders.in_frames, orders.in_slots, is_out=False)
+        good = self._copy(orders.out_frames, orders.out_slots, store, is_out=True)
+        good = good and self._copy(orders.in_frames, orders.in_slots, store, is_out=False)
         event = torch.cuda.Event() if good else None
         if event is not None:
             event.record(self._stream)
-        self._moving.append(_Moving(orders.ticket, event))
+        self._moving.append(_Moving(orders.ticket, event, store))
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets that ended, in order, and whether all copies succeeded. Never blocks."""
@@ -62,19 +67,19 @@ class SwapMover:
     def close(self) -> None:
         self._stream.synchronize()
 
-    def _copy(self, frames: Int32Array, slots: Int32Array, *, is_out: bool) -> bool:
+    def _copy(self, frames: Int32Array, slots: Int32Array, store: BackingStore, *, is_out: bool) -> bool:
         """Enqueue the copies of one direction, neighbours in one call. False if the driver refuses one."""
         if not len(frames):
             return True
         order = np.argsort(slots, kind="stable")
         frames, slots = frames[order], slots[order]
         joined = (np.diff(frames) == 1) & (np.diff(slots) == 1)
-        joined &= np.array([self._store.are_neighbours(slot) for slot in slots[:-1].tolist()], np.bool_)
+        joined &= np.array([store.are_neighbours(slot) for slot in slots[:-1].tolist()], np.bool_)
         starts = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(frames)]))
         copy = driver().cuMemcpyAsync
         for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             device = ctypes.c_void_p(self._base + int(frames[first]) * self._size)
-            host = ctypes.c_void_p(self._store.address(int(slots[first])))
+            host = ctypes.c_void_p(store.address(int(slots[first])))
             target, source = (host, device) if is_out else (device, host)
             if copy(target, source, ctypes.c_size_t((last - first) * self._size), self._raw_stream):
                 return False

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from service.errors import BadRequest
 from service.messages import ChatMessage
-from service.schema import MAX_PRIORITY, Body
+from service.schema import MAX_PRIORITY, Body, StreamOptions, check_request_id
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
@@ -109,6 +109,30 @@ class Drain(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Admit nothing more; after timeout_s, end what still runs. None: it may run to its end."""
 
     timeout_s: Seconds | None = None
+
+
+class SaveTo(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """sequences/{of}/checkpoint: the name of a file in the folder for checkpoints."""
+
+    path: str
+
+
+class RestoreFrom(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """restore: such a file, and how the rest of the answer is to be told."""
+
+    path: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None  # None: as the request had it
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.request_id is not None:
+            check_request_id(self.request_id)
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
 
 
 BODIES: Mapping[str, type[ActionBody]] = {

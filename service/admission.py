@@ -305,6 +305,8 @@ class Admission:
     def _beginning(self, sequence: Sequence, free: int) -> _Beginning | None:
         """What it would begin with, if so many frames are free; None if it waits for what others just compute."""
         tables, count = self._memory.tables, len(sequence.tokens)
+        if sequence.saved is not None:
+            return _Beginning(pages_for(count, tables.page_size))
         family, relative, length = sequence.family, None, -1
         if family is not None and family.with_row and not sequence.is_scoring:
             nearest = family.nearest(sequence, self._rows, tables.lengths)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 from aiohttp import web
 
-from service import admin, admin_actions, admin_streams
+from service import admin, admin_actions, admin_streams, checkpoint_routes
 from service.admin_bodies import BODIES
 from service.anthropic_messages import count_tokens, create_message
 from service.body import read_body
@@ -235,6 +235,8 @@ def _admin_routes() -> list[Route]:
             routes.append(("GET", f"/admin/v1/{name}/stream", stream, "admin"))
         routes += _with_suffix(f"/admin/v1/{name}", show)
     routes.append(("GET", "/admin/v1/tenants/{of}/{file}", admin.tenant_file, "admin"))
+    routes.append(("POST", "/admin/v1/sequences/{of}/checkpoint", checkpoint_routes.checkpoint, "admin"))
+    routes.append(("POST", "/admin/v1/restore", checkpoint_routes.restore, "admin"))
     routes += [("POST", f"/admin/v1/{path}", admin_actions.action(path), "admin") for path in BODIES]
     return routes
 

@@ -4,12 +4,14 @@ One place, so that the server, `pagewalk check` and the benchmarks run the very 
 """
 
 import ctypes
+import hashlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import structlog
 import torch
 
@@ -23,8 +25,9 @@ from model.kv_pool import frame_bytes
 from model.loader import load_parameters, random_parameters
 from model.native_kernels import DTYPES as NATIVE_DTYPES
 from model.native_library import load as load_native
-from model.parameters import Parameters
+from model.parameters import Parameters, parts_of
 from model.start_report import StartReport, Unreported
+from service.checkpoint_file import ModelIdentity
 from service.engine import Engine, EngineObserver
 from service.engine_client import EngineClient, Limits
 from service.errors import ConfigurationError
@@ -50,6 +53,7 @@ class Assembly:
     device: str
     dtype: str
     kernels: str  # "cuda", "native" or "torch"
+    model_identity: ModelIdentity  # what a checkpoint depends on
     weights_bytes: int
 
 
@@ -85,6 +89,7 @@ def assemble(
         parameters = load_parameters(folder, config, dtype, device, partial(report.progress, "weights"))
     report.ended("weights")
     weights_bytes = parameters.size_bytes()
+    facts = model_identity(config, parameters, settings.page_size)  # before an executor repacks them
     if on_gpu:
         executor, frames, slots = _cuda_executor(settings, config, parameters, sizes, thin_rows, report)
     elif thin_rows is None:
@@ -139,8 +144,31 @@ def assemble(
         client=client,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
+        model_identity=facts,
         kernels="cuda" if on_gpu else "torch" if native is None else "native",
         weights_bytes=weights_bytes,
+    )
+
+
+def model_identity(config: ModelConfig, parameters: Parameters, page_size: int) -> ModelIdentity:
+    """What keys and values depend on, beside the tokens. The weights are told by the first numbers of each tensor: a
+    finetuned network has others.
+    """
+    fields = asdict(config)
+    for name in ("sampling", "dtype", "end_ids", "start_id", "max_positions"):
+        del fields[name]
+    first = [part.target.flatten()[:64] for part in parts_of(config, parameters)]
+    weights = torch.cat(first).cpu().view(torch.uint8).numpy().tobytes()
+    return ModelIdentity(
+        architecture=config.architecture,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocabulary,
+        dtype=str(parameters.embedding.dtype).removeprefix("torch."),
+        page_tokens=page_size,
+        config=hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest(),
+        weights=hashlib.sha256(weights).hexdigest(),
     )
 
 

@@ -129,9 +129,17 @@ class Choice:
         self._unsent: deque[ScoredToken] = deque()
         self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
 
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """It goes on after these tokens of another answer. What they began and left unfinished is this one's."""
+    def follow(self, token_ids: Sequence[int], *, with_stops: bool = False) -> None:
+        """It goes on after these tokens of another answer. What they began and left unfinished is this one's.
+
+        with_stops: also the beginning of a stop string. Raises BadRequest if the whole of one is there.
+        """
         text = "".join(map(self._detokenizer.push, token_ids))
+        if with_stops and self._matcher is not None:
+            found = self._matcher.push(text, may_stop=self._rules.min_tokens == 0)
+            if found.stopped:
+                raise BadRequest("The answer is over: it has a stop string.")
+            text = found.text
         if self._reader is not None:
             self._reader.push(text)
             self._before = len(text)

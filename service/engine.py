@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 
 from mm.addresses import FloatArray
@@ -43,16 +44,18 @@ from service.engine_client import (
     Submit,
     TokenBatch,
 )
-from service.errors import BadRequest, QueueFull
+from service.errors import BadRequest, EngineDead, QueueFull
 from service.forks import find_parent, fork
 from service.grammars import Grammar, MaskWorker, Matcher
 from service.held_submits import Held, HeldSubmits
 from service.open_requests import open_requests
+from service.page_copying import PageCopying
 from service.questions import FindParent, Fork, Forked, Parent
 from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
 from service.request import Sequence
 from service.scheduler import Scheduler
+from service.sequences import Fill
 from service.step_log import StepEntry, StepLog
 
 QUIET_S = 0.05
@@ -153,6 +156,8 @@ class Engine:
         self._ready_slots = 0
         self.steps = StepLog()
         self._moving: dict[int, tuple[int, float]] = {}  # swap orders that are under way: pages, begun
+        self.copying = PageCopying(executor, self._between_steps)
+        self._filling: set[asyncio.Task[None]] = set()
 
     # --- the loop
 
@@ -172,13 +177,15 @@ class Engine:
             self.held.close()
             if self._masks is not None:
                 self._masks.close()
+            self.copying.stop()
             self._between_steps.end()
 
     @property
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         is_asked = bool(self._inbox or self._between_steps)
-        return is_asked or scheduler.has_work or bool(self._moving) or scheduler.is_due(self._clock())
+        is_copying = bool(self._moving or self.copying.jobs)
+        return is_asked or scheduler.has_work or is_copying or scheduler.is_due(self._clock())
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
@@ -187,6 +194,8 @@ class Engine:
         if self._ready_slots < self.executor.slots:
             self._open_slots()
         for number, succeeded in self.executor.ended():
+            if self.copying.take(number, succeeded=succeeded):
+                continue
             pages, begun = self._moving.pop(number)
             if succeeded:
                 self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
@@ -207,8 +216,11 @@ class Engine:
         for orders in self.scheduler.take_swap_orders():
             self._moving[orders.ticket] = len(orders), self._clock()
             self.executor.start(orders)
+        for fill in self.scheduler.take_fills():
+            self._filling.add(filling := asyncio.create_task(self._fill(fill)))
+            filling.add_done_callback(self._filling.discard)
         if plan is None and self.previous is None:
-            if self._moving:
+            if self._moving or self.scheduler.memory.is_copying:
                 await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
                 self._progress_s = self._clock()
             elif self.scheduler.has_work and not ended:
@@ -218,6 +230,14 @@ class Engine:
         elif submitted is not None and submitted.matchers:
             await self._mask([], submitted)
         self.previous = submitted
+
+    async def _fill(self, fill: Fill) -> None:
+        """The pages of a restored Sequence, from its store."""
+        frames, store = fill.hold.frames, fill.saved.store
+        with suppress(EngineDead):
+            places = np.arange(len(frames), dtype=np.int32)
+            succeeded = await self.copying.copy(frames, places, store, is_out=False)
+            await self.between_steps(lambda: self.scheduler.sequences.filled(fill, succeeded=succeeded))
 
     async def _commit(self, step: _InFlight, following: _InFlight | None) -> None:
         began = self._clock()

@@ -27,6 +27,15 @@ AnswerForm = Literal["completion", "chat", "thinking", "tools"]
 """How a request is answered: as text; as a message; as one whose reasoning is split off; as one that may call tools."""
 
 
+class TextWishes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens become text. The engine keeps it for when the request is restored from a checkpoint."""
+
+    stops: list[str] = []
+    include_stop: bool = False
+    stop_token_ids: list[int] = []  # those of end_ids that the client named
+    skip_special_tokens: bool = True
+
+
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
     """One more choice of a Submit: the same prompt and parameters, with a seed of its own."""
 
@@ -59,6 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tenant: str = DEFAULT_TENANT
     owner: str = ""  # whose request it is: what the requests of one key have in common (auth.py)
     form: AnswerForm = "completion"  # for a request that is forked from it
+    text: TextWishes = TextWishes()
     first_choice: int = 0  # its number in the answer; siblings follow
     prefix_cache: bool = True  # read and fill the page cache
     cache_salt: str = ""  # cached pages are shared among equal salts only

@@ -79,6 +79,7 @@ def fork(scheduler: Scheduler, limits: Limits, queue: QueueState, front_end: int
         tenant=parent.tenant,
         owner=parent.owner,
         form=parent.form,
+        text=asked.text,
         constraint=parent.constraint,
         prefix_cache=parent.uses_cache,
         cache_salt=parent.cache_salt,

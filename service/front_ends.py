@@ -53,7 +53,7 @@ from service.engine_link import (
 )
 from service.errors import InternalError, PagewalkError
 from service.http_counts import HttpCounts, Report
-from service.questions import Answers, Fork, Question
+from service.questions import Answers, Fork, Question, Restore
 
 STATUS_S = 0.25
 SILENCE_S = 30.0
@@ -194,12 +194,12 @@ class Desk:
     async def _answer(self, asked: Ask) -> None:
         try:
             question: Question[Any] = asked.question
-            if isinstance(question, Fork):
+            if isinstance(question, (Fork, Restore)):
                 self._open.add(question.sequence_id)
             value = await self._answers.answer(self.number, question)
             answer = Answer(asked.number, msgspec.msgpack.encode(value))
         except PagewalkError as refusal:
-            if isinstance(asked.question, Fork):
+            if isinstance(asked.question, (Fork, Restore)):
                 self._open.discard(asked.question.sequence_id)
             answer = Answer(asked.number, refusal=Refusal.of(refusal))
         except Exception as error:  # one question that fails is no reason to end

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from model.step_plan import SamplingParameters
+from service.admin_bodies import RestoreFrom
 from service.auth import Caller
 from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
 from service.constraint import Constraint
-from service.engine_client import AnswerForm, EndReason, Limits, Sibling, Submit
+from service.engine_client import AnswerForm, EndReason, Limits, Sibling, Submit, TextWishes
 from service.errors import BadRequest, EngineDead, quoted
 from service.prompts import Prompt, output_tokens, thinking_reading
-from service.questions import Answerer, Fork, Parent
+from service.questions import Answerer, Fork, Forked, Parent, Restore, Restored
 from service.sampling import beam_search, forked_parameters, sampling_parameters, sibling_seed, with_seed
 from service.schema import ChatBody, ForkBody, GenerationBody, check_token_ids
 from service.served_model import ServedModel
@@ -123,20 +124,62 @@ class Generation:
             max_tokens=body.asked_tokens,
             priority=asked.priority,
             timeout_s=asked.timeout_s,
+            text=asked.text,
         )
         try:
             forked = await engine.ask(question)
         except BaseException:
             stream.close()  # it may have begun although nobody could say so
             raise
-        reading = thinking_reading(forked.tokens[: forked.answer_begin], model) if parent.form == "thinking" else None
-        prompt = Prompt(forked.tokens, reading=reading)
-        choice = generation._choice(0, prompt, stream, sequence_id, body, model)
-        choice.follow(forked.tokens[forked.answer_begin :])
-        generation.prompts, generation._budgets = [prompt], [forked.max_tokens]
+        generation._follow(forked, parent.form, stream, sequence_id, body, model)
         generation.forked_at = forked.forked_at
-        generation.choices, generation._by_stream = [choice], {stream: choice}
         return generation
+
+    @classmethod
+    async def restore(
+        cls, body: RestoreFrom, model: ServedModel, engine: Answerer, *, by: str, interval: int = 1
+    ) -> "tuple[Generation, Restored, ForkBody]":
+        """One Sequence that goes on from a checkpoint; what that says; and the body that asks for such an answer.
+
+        Raises NotFound, PermissionDenied and what `submit` does.
+        """
+        client = model.client
+        sequence_id, inbox = client.next_sequence_id(), Inbox(client.turn)
+        stream = TokenStream(partial(client.cancel, sequence_id), inbox, interval=interval)
+        client.expect(sequence_id, stream)
+        try:
+            restored = await engine.ask(Restore(body.path, sequence_id, body.request_id or "", by))
+            told = _body_of(body, restored)
+            inherited = len(restored.tokens) - restored.answer_begin
+            least = max(0, restored.sampling.min_tokens - inherited)
+            generation = cls(
+                told, model, _rules(told, frozenset(restored.text.stop_token_ids), least, interval), interval
+            )
+            generation.inbox = inbox
+            generation._follow(restored, restored.form, stream, sequence_id, told, model, with_stops=True)
+        except BaseException:
+            stream.close()
+            raise
+        return generation, restored, told
+
+    def _follow(
+        self,
+        begun: Forked | Restored,
+        form: AnswerForm,
+        stream: TokenStream,
+        sequence_id: int,
+        body: GenerationBody,
+        model: ServedModel,
+        *,
+        with_stops: bool = False,
+    ) -> None:
+        """The one choice is the rest of an answer that has begun elsewhere."""
+        reading = thinking_reading(begun.tokens[: begun.answer_begin], model) if form == "thinking" else None
+        prompt = Prompt(begun.tokens, reading=reading)
+        choice = self._choice(0, prompt, stream, sequence_id, body, model)
+        choice.follow(begun.tokens[begun.answer_begin :], with_stops=with_stops)
+        self.prompts, self._budgets = [prompt], [begun.max_tokens]
+        self.choices, self._by_stream = [choice], {stream: choice}
 
     def _choice(
         self,
@@ -329,16 +372,7 @@ def _asked(
         sampling = sampling_parameters(body, model.defaults, model.tokenizer, limits.vocabulary, end_ids)
     else:
         sampling = forked_parameters(body, parent, model.tokenizer, limits.vocabulary, end_ids)
-    include_stop = bool(body.include_stop_str_in_output)
-    rules = TextRules(
-        matcher=StopMatcher(body.stops, include=include_stop) if body.stops else None,
-        include_stop=include_stop,
-        stop_token_ids=client_ends,
-        min_tokens=sampling.min_tokens,
-        ends_complete=bool(body.return_cache_info),
-        merge_above=MERGE_ABOVE if interval == 1 else 1,
-        is_echo_only=body.asked_tokens == 0,
-    )
+    rules = _rules(body, client_ends, sampling.min_tokens, interval)
     scored = [body.prompt_logprobs, body.top_choices if body.scores_echo else None]
     template = Submit(
         sequence_id=0,
@@ -349,6 +383,7 @@ def _asked(
         max_tokens=0,
         sampling=sampling,
         end_ids=[] if rules.is_echo_only else end_ids,
+        text=TextWishes(body.stops, rules.include_stop, sorted(client_ends), body.skip_special_tokens is not False),
         prefix_cache=body.prefix_cache is not False,
         cache_salt=body.cache_salt or "",
         beam_search=beam_search(body),
@@ -357,6 +392,35 @@ def _asked(
         timeout_s=body.timeout_s,
     )
     return rules, template
+
+
+def _rules(body: GenerationBody, client_ends: frozenset[int], min_tokens: int, interval: int) -> TextRules:
+    include_stop = bool(body.include_stop_str_in_output)
+    return TextRules(
+        matcher=StopMatcher(body.stops, include=include_stop) if body.stops else None,
+        include_stop=include_stop,
+        stop_token_ids=client_ends,
+        min_tokens=min_tokens,
+        ends_complete=bool(body.return_cache_info),
+        merge_above=MERGE_ABOVE if interval == 1 else 1,
+        is_echo_only=body.asked_tokens == 0,
+    )
+
+
+def _body_of(body: RestoreFrom, restored: Restored) -> ForkBody:
+    """A body that asks for what the restored request had asked for, told as `body` says."""
+    text, logprobs = restored.text, restored.sampling.logprobs
+    return ForkBody(
+        stop=text.stops or None,
+        include_stop_str_in_output=text.include_stop,
+        stop_token_ids=text.stop_token_ids or None,
+        skip_special_tokens=text.skip_special_tokens,
+        logprobs=None if logprobs < 0 else logprobs,
+        stream=body.stream,
+        stream_options=body.stream_options,
+        return_token_ids=body.return_token_ids,
+        return_tokens_as_token_ids=body.return_tokens_as_token_ids,
+    )
 
 
 def _form_of(body: GenerationBody, prompt: Prompt) -> AnswerForm:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from model.step_plan import SamplingParameters
-from service.engine_client import AnswerForm, EngineSnapshot, OpenRequest
+from service.engine_client import AnswerForm, EngineSnapshot, OpenRequest, TextWishes
 from service.errors import Loading
 
 A = TypeVar("A")
@@ -128,6 +128,39 @@ class Fork(Question[Forked], frozen=True, tag="fork"):
     max_tokens: int | None = None  # None: as many as the parent may still make
     priority: int = 0
     timeout_s: float | None = None
+    text: TextWishes = TextWishes()
+
+
+class SaveCheckpoint(Question[bytes], frozen=True, tag="save_checkpoint"):
+    """Write a Sequence to a file while it goes on (checkpoints.py): the JSON that an action answers. May be refused."""
+
+    of: str
+    path: str
+    by: str
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restored Sequence goes on from, and how its answer was to be."""
+
+    request_id: str
+    tokens: list[int]  # prompt, then all of the answer so far
+    answer_begin: int  # where in `tokens` that answer begins
+    max_tokens: int
+    form: AnswerForm
+    sampling: SamplingParameters
+    text: TextWishes
+
+
+class Restore(Question[Restored], frozen=True, tag="restore"):
+    """Begin a Sequence of this front end from a file. Its tokens may come before the answer.
+
+    Refused with NotFound, BadRequest, PermissionDenied or QueueFull.
+    """
+
+    path: str
+    sequence_id: int
+    request_id: str  # "": as it was
+    by: str
 
 
 class ViewQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +222,8 @@ AnyQuestion = (
     | AbortRequest
     | FindParent
     | Fork
+    | SaveCheckpoint
+    | Restore
     | Look
     | MapFrames
     | Act

@@ -14,11 +14,12 @@ from mm import AddressSpace, ContentChain
 from mm.addresses import Int32Array, empty_int32
 from model.step_plan import Float32Array, SamplingParameters
 from service.constraint import Constraint
-from service.engine_client import AnswerForm, MissInfo, Submit
+from service.engine_client import AnswerForm, MissInfo, Submit, TextWishes
 from service.family import Family
 from service.states import State
 
 if TYPE_CHECKING:
+    from mm.backing_store import BackingStore
     from service.beams import BeamGroup
     from service.grammars import Grammar, Matcher
 
@@ -26,6 +27,14 @@ __all__ = ["Key", "Sequence", "State", "choices_of"]
 
 Key = tuple[int, int]
 """(front end, sequence id): what tells a Sequence from all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPages:
+    """Keys and values of a Sequence that was restored, until it enters a row."""
+
+    store: "BackingStore"  # a page in each slot, in order
+    positions: int  # tokens, from the first on, that they hold
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +62,7 @@ class Sequence:
     turn_s: float = 0.0  # whose is earlier goes first: by priority and arrival, or the same for all (scheduler.py)
     family: Family | None = None  # whose pages it may share by a fork
     form: AnswerForm = "completion"
+    text: TextWishes = TextWishes()  # noqa: RUF009 (frozen); how its front end makes text of it
     choice: int = 0  # its number in the answer
     inherited_tokens: int = 0  # at the end of its prompt: the answer so far of the request that it was forked from
     is_sibling: bool = False  # its prompt came with another choice
@@ -82,6 +92,7 @@ class Sequence:
     remaining: int = 0  # tokens to compute when it returns from swap, or from a pause
     oom_score_adj: int = 0  # makes it a likelier victim (up to 1000) or a less likely one (-1000: never)
     preemptions: int = 0
+    saved: SavedPages | None = None  # of one that was restored, before it enters a row
     scores_due: int = 0  # the next prompt token whose scores are to be given out; prompt_tokens if none is
     candidates: tuple[Int32Array, Float32Array] | None = None  # a beam's likeliest next tokens, until its group goes on
     admitted_s: float | None = None  # the first time
@@ -110,6 +121,7 @@ class Sequence:
             constraint=message.constraint,
             priority=message.priority,
             form=message.form,
+            text=message.text,
             choice=message.first_choice,
             tokens=prompt_ids,
             scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),

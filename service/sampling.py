@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from model.step_plan import SamplingParameters
+from model.step_plan import MAX_LOGPROBS, SamplingParameters
 from service.engine_client import BeamSearch
 from service.errors import BadRequest, quoted
 from service.schema import MAX_BIAS, GenerationBody, check_token_ids
@@ -73,6 +73,28 @@ def forked_parameters(
     )
     _check_something_is_left(parameters, vocabulary)
     return parameters
+
+
+def check_parameters(parameters: SamplingParameters, vocabulary: int) -> bool:
+    """Whether parameters that were not made here, but read from a file, are such as a request could have had."""
+    p = parameters
+    ids = (*p.logit_bias, *p.allowed_token_ids, *p.barred_ids, *(token for word in p.bad_words for token in word))
+    are_in_range = (
+        0 <= p.temperature <= 2
+        and 0 <= p.top_k < vocabulary
+        and 0 < p.top_p <= 1
+        and 0 <= p.min_p <= 1
+        and 0 < p.typical_p <= 1
+        and p.repetition_penalty > 0
+        and abs(p.presence_penalty) <= 2
+        and abs(p.frequency_penalty) <= 2
+        and p.min_tokens >= 0
+        and -1 <= p.logprobs <= MAX_LOGPROBS
+        and 0 <= p.seed < 2**64
+        and all(abs(bias) <= MAX_BIAS for bias in p.logit_bias.values())
+        and all(p.bad_words)
+    )
+    return are_in_range and all(0 <= token < vocabulary for token in ids)
 
 
 def with_seed(parameters: SamplingParameters, seed: int | None) -> SamplingParameters:

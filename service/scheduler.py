@@ -69,7 +69,7 @@ from service.groups import Groups
 from service.pace import Pace, StepBudget, StepWork
 from service.request import Key, Sequence, State, choices_of
 from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
-from service.sequences import Sequences, row_of
+from service.sequences import Fill, Sequences, row_of
 from service.steady import Steady
 from service.victims import Victims
 
@@ -231,6 +231,31 @@ class Scheduler:
         child.matcher = None if parent.matcher is None else parent.matcher.copy(child.end_ids)
         self._set_turns([child], now)
         self.add(child)
+
+    def restore(self, sequence: Sequence, now: float) -> None:
+        """Queue one that was made from a checkpoint."""
+        self._set_turns([sequence], now)
+        self.add(sequence)
+
+    def take_fills(self) -> list[Fill]:
+        """Whose pages are to be copied into their frames now, after the plan of the same turn was submitted."""
+        fills, self.sequences.fills = self.sequences.fills, []
+        return fills
+
+    def good_positions(self, sequence: Sequence) -> int:
+        """Positions of its row, from the first on, whose keys and values are those of known tokens, and known to be
+        good.
+
+        The last known token is left out: whoever goes on from there wants its logits, and computes it.
+        """
+        if sequence.space is None:
+            return 0
+        row = row_of(sequence)
+        good = min(int(self.memory.tables.lengths[row]), int(self._rows.known[row]) - 1)
+        for submitted in self._submitted:
+            places = np.flatnonzero((submitted.plan.rows == row) & (submitted.epochs == self._rows.epoch[row]))
+            good = min([good, *submitted.plan.starts[places].tolist()])
+        return good
 
     def _set_turns(self, choices: list[Sequence], now: float) -> None:
         if (ageing_s := self.settings.ageing_s) is not None:

@@ -22,10 +22,11 @@ import numpy as np
 
 from mm import AddressSpace, MemoryManager, Miss, MissReason, OutOfFrames, OutOfSwapSlots, PrefixMatch, SwapOrders
 from mm.addresses import Int32Array
+from mm.holds import Hold
 from service.engine_client import Ended, EndReason, MissInfo
 from service.family import Family
 from service.queue_wait import Admissions
-from service.request import Key, Sequence, State
+from service.request import Key, SavedPages, Sequence, State
 from service.rows import RunningRows
 from service.shares import Shares
 from service.waiting import WaitingQueue
@@ -47,6 +48,15 @@ class Missed:
     miss: Miss
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Frames that wait for the pages of a Sequence that was restored."""
+
+    sequence: Sequence
+    hold: Hold
+    saved: SavedPages
+
+
 class Sequences:
     """The states of all Sequences over the rows of one MemoryManager. Policy is the scheduler's."""
 
@@ -65,6 +75,7 @@ class Sequences:
         self.misses: deque[Missed] = deque(maxlen=MISSES_KEPT)
         self.entered: list[Sequence] = []  # whose sampling parameters no plan has carried yet
         self.swap_orders: list[SwapOrders] = []  # given by mm, not handed to the executor yet
+        self.fills: list[Fill] = []  # whose copies have not been begun yet
         self._bereft: dict[tuple[int, int], Sequence] = {}  # (row, epoch) -> preempted with a token in flight
         self._arrivals = 0
 
@@ -129,7 +140,8 @@ class Sequences:
     # --- transitions
 
     def enter(self, sequence: Sequence, match: PrefixMatch | None, now: float) -> None:
-        """WAITING -> RUNNING, with what is cached of its tokens; -> SWAPPED while part of that is being brought in.
+        """WAITING -> RUNNING, with what is cached of its tokens; -> SWAPPED while part of that is being brought in, or
+        what was saved of it is.
 
         Raises OverCommit, and then nothing has changed.
         """
@@ -145,6 +157,9 @@ class Sequences:
             extra_pages=extra_pages,
             is_back=sequence.admitted_s is not None,
         )
+        if (saved := sequence.saved) is not None:
+            self.fills.append(Fill(sequence, self.memory.fill(space, saved.positions), saved))
+            sequence.saved = None  # who is preempted later computes
         self.waiting.remove(sequence)
         if sequence.admitted_s is None:
             self._note_admission(sequence, space.length, now)
@@ -231,6 +246,14 @@ class Sequences:
         if space_of(sequence).is_resident:
             self.return_from_swap(sequence)
         return True
+
+    def filled(self, fill: Fill, *, succeeded: bool) -> None:
+        """The copies of a Fill have ended: the Sequence may run, or has to compute its tokens after all."""
+        sequence, row = fill.sequence, fill.hold.row
+        self.memory.let_go(fill.hold)
+        is_there = sequence.space is not None and self.memory.tables.epochs[row] == fill.hold.epoch
+        if is_there and not succeeded:
+            self.recompute(sequence)
 
     def return_from_swap(self, sequence: Sequence) -> None:
         """SWAPPED -> RUNNING: all its pages are resident."""

@@ -246,6 +246,11 @@ class Server:
         later = asyncio.get_running_loop().call_later
         self._operations = Operations(inside, self._tell_state, later)
         self._operations.answer_with(self.answers)
+        from service.checkpoint_file import CheckpointFolder
+        from service.checkpoints import Checkpoints
+
+        folder = None if settings.checkpoint_dir is None else Path(settings.checkpoint_dir)
+        Checkpoints(self._operations, assembly.model_identity, CheckpointFolder(folder)).answer_with(self.answers)
         facts = ModelFacts(
             names=names,
             root=loaded.root,

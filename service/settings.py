@@ -328,6 +328,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, About("Admin", "views of the page cache show the text of prompts; else not even their token ids")
     ] = False
 
+    checkpoint_dir: Annotated[
+        Text | None,
+        About(
+            "Admin",
+            "folder for checkpoints of running requests, text and all; without it none are written or read",
+            "FOLDER",
+        ),
+    ] = None
+
     log_level: Annotated[Literal["debug", "info", "warning", "error"], About("Logs and metrics", "least to log")] = (
         "info"
     )

@@ -340,7 +340,7 @@ def test_shown_settings_can_be_read_again(tmp_path: Path) -> None:
     assert "port = 9  # flag" in shown
     assert load("--config", write(tmp_path / "c.toml", shown)) == settings
     not_set = {"revision", "tokenizer", "chat_template", "demo_wheel", "max_itl_ms", "max_queue_tokens"}
-    not_set |= {"admin_api_key", "api_key_file", "tls_cert", "tls_key"}
+    not_set |= {"admin_api_key", "checkpoint_dir", "api_key_file", "tls_cert", "tls_key"}
     not_set |= {"kv_cache_max_memory_bytes", "swap_max_memory_bytes"}
     assert set(tomllib.loads(shown)) | not_set == set(FIELDS)
 

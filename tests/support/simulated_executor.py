@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
-from simulated_device import SimulatedDevice
+import torch
+from simulated_device import JUNK, SimulatedDevice
 from simulated_mover import SimulatedMover
 
 from mm import MemoryManager, SwapOrders
+from mm.backing_store import BackingStore
 from model.step_plan import FED_BACK, Float32Array, LogProbs, SamplingParameters, StepPlan, StepResult
 from service.beam_search import Hypothesis, Search
 from service.engine_client import BeamSearch
@@ -98,6 +100,7 @@ class SimulatedExecutor:
         self.resized: tuple[int, int] | None = None
         self.slots = self.ready_slots = memory.swap.total
         self.mover = SimulatedMover(self.device)
+        self.with_stores: dict[int, tuple[SwapOrders, BackingStore]] = {}  # copies to and from elsewhere
         self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
 
     def submit(self, plan: StepPlan) -> SimulatedTicket:
@@ -162,15 +165,54 @@ class SimulatedExecutor:
         self.resized = (frames, slots)
         self.device.pool[frames:] = -7
 
-    def start(self, orders: SwapOrders) -> None:
-        self.mover.start(orders)
+    def start(self, orders: SwapOrders, store: BackingStore | None = None) -> None:
+        if store is None:
+            self.mover.start(orders)
+        else:
+            self.with_stores[orders.ticket] = orders, store
+
+    def new_store(self, pages: int) -> BackingStore:
+        return BackingStore(pages, self.frame_bytes, page_locked=False)
+
+    def swapped_page(self, slot: int) -> torch.Tensor:
+        return self.raw(self.mover.slots[slot])
+
+    def raw(self, tokens: np.ndarray) -> torch.Tensor:
+        """A page's tokens as the bytes of a frame: the first numbers of it."""
+        page = torch.zeros(self.frame_bytes // 8, dtype=torch.int64)
+        page[: len(tokens)] = torch.from_numpy(tokens)
+        return page.view(torch.uint8)
+
+    def plain_pages(self, raw: torch.Tensor) -> torch.Tensor:
+        """(N, 1, 2, 1, page_size, D): what is not a token is 0."""
+        page_size = self.device.memory.page_size
+        pages = torch.zeros(len(raw), 1, 2, 1, page_size, self.frame_bytes // 16 // page_size, dtype=torch.int64)
+        pages[:, 0, 0, 0, :, 0] = raw.view(torch.int64)[:, :page_size]
+        return pages
+
+    def raw_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.raw(page.numpy()) for page in pages[:, 0, 0, 0, :, 0].contiguous()])
+
+    def end_with_store(self, ticket: int, *, succeeds: bool) -> None:
+        """What such a copy reads is read at its very end, and one that fails leaves junk."""
+        orders, store = self.with_stores.pop(ticket)
+        for frame, slot in zip(orders.out_frames.tolist(), orders.out_slots.tolist(), strict=True):
+            store.slot(slot).copy_(self.raw(self.device.pool[frame]))
+        for slot, frame in zip(orders.in_slots.tolist(), orders.in_frames.tolist(), strict=True):
+            page = store.slot(slot).view(torch.int64)[: self.device.memory.page_size].numpy()
+            self.device.pool[frame] = page if succeeds else JUNK
 
     def ended(self) -> list[tuple[int, bool]]:
         """`end_swaps` decides what ends now, of those in flight; without it all do, well."""
+        ended: list[tuple[int, bool]] = []
         for ticket in list(self.mover.in_flight):
             if (succeeds := self.end_swaps(ticket)) is not None:
                 self.mover.end(ticket, succeeds=succeeds)
-        return list(self.mover.ended())
+        for ticket in list(self.with_stores):
+            if (succeeds := self.end_swaps(ticket)) is not None:
+                self.end_with_store(ticket, succeeds=succeeds)
+                ended.append((ticket, succeeds))
+        return [*self.mover.ended(), *ended]
 
     def check(self, plan: StepPlan) -> None:
         """What every executor may rely on."""

@@ -1,0 +1,159 @@
+"""POST /admin/v1/sequences/{id}/checkpoint and /admin/v1/restore over HTTP, with the real engine and a tiny model."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_house import RealHouse, real_house
+from tiny_model import write_tiny_model
+
+LONG = 3000  # tokens of a request that is still running when it is saved
+GREEDY: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": LONG}
+DRAWN: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 1.3, "seed": 11, "top_p": 0.9, "max_tokens": LONG}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return write_tiny_model(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+async def house(monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path) -> AsyncIterator[RealHouse]:
+    async with real_house(monkeypatch, model, **settings(folder)) as house:
+        yield house
+        await until_idle(house)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"max_model_len": 4000, "checkpoint_dir": str(folder), "dtype": "float32"} | more
+
+
+async def until_idle(house: RealHouse) -> None:
+    async with asyncio.timeout(60):
+        while house.engine.scheduler.has_work or house.engine.scheduler.memory.is_copying:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Stream:
+    """A running request, read as it comes."""
+
+    def __init__(self, house: RealHouse, route: str = "/v1/completions", **body: Any) -> None:
+        self.tokens: list[int] = []
+        self.events: list[Any] = []
+        self.text = ""
+        self.status = 0
+        self._house = house
+        self._reading = asyncio.create_task(self._read(route, body))
+
+    async def _read(self, route: str, body: dict[str, Any]) -> None:
+        fixed = {"stream": True, "return_token_ids": True}
+        url = admin(self._house, route) if route == "restore" else self._house.url + route
+        async with self._house.session.post(url, json=fixed | body) as response:
+            self.status = response.status
+            assert self.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event
+                    self.events.append(event)
+                    (choice, *_) = event["choices"]
+                    self.tokens += choice["token_ids"]
+                    self.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+
+    async def has(self, tokens: int) -> "Stream":
+        async with asyncio.timeout(60):
+            while len(self.tokens) < tokens:
+                assert not self._reading.done() or len(self.tokens) >= tokens, self._reading.exception()
+                await asyncio.sleep(0.001)
+        return self
+
+    async def end(self) -> "Stream":
+        await self._reading
+        return self
+
+    async def leave(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+
+def admin(house: RealHouse, path: str) -> str:
+    return f"http://127.0.0.1:{house.server.admin_port}/admin/v1/{path}"
+
+
+async def act(house: RealHouse, action: str, **body: Any) -> tuple[int, Any]:
+    async with house.session.post(admin(house, action), json=body) as response:
+        return response.status, await response.json()
+
+
+async def save(house: RealHouse, name: str, file: str) -> Any:
+    status, answer = await act(house, f"sequences/{name}/checkpoint", path=file)
+    assert status == 200, answer
+    return answer["after"]
+
+
+@pytest.mark.parametrize("body", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+async def test_a_restored_request_says_what_it_would_have_said(house: RealHouse, body: dict[str, Any]) -> None:
+    """In the same server, while the one that was saved goes on."""
+    first = await Stream(house, request_id="r", ignore_eos=True, **body).has(40)
+    after = await save(house, "r", "a")
+    second = await Stream(house, "restore", path="a", request_id="again").has(300)
+    at = second.events[0]["restored_tokens"]
+    assert (after["tokens"], at >= 40) == (3 + at, True)
+    await first.has(at + 300)
+    assert second.tokens[:300] == first.tokens[at : at + 300]
+    assert all((each["id"], each["restored_tokens"]) == ("cmpl-again", at) for each in second.events)
+    await first.leave()
+    await second.leave()
+
+
+async def test_another_server_goes_on_with_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path
+) -> None:
+    body = DRAWN | {"frequency_penalty": 0.7, "repetition_penalty": 1.1, "max_tokens": 400, "ignore_eos": True}
+    async with real_house(monkeypatch, model, **settings(folder)) as house:
+        whole = await Stream(house, **body).end()
+        part = await Stream(house, request_id="r", **body).has(50)
+        await save(house, "r", "a")
+        await part.leave()
+        await until_idle(house)
+    async with real_house(monkeypatch, model, **settings(folder, kv_cache_memory_bytes=4 << 20)) as house:
+        status, answer = await act(house, "restore", path="a", return_token_ids=True)
+        assert status == 200, answer
+        at, (choice,) = answer["restored_tokens"], answer["choices"]
+        assert choice["token_ids"] == whole.tokens[at:]
+        assert choice["prompt_token_ids"] == [5, 6, 7, *whole.tokens[:at]]
+        assert choice["finish_reason"] == "length"
+        computed = answer["usage"]["prompt_tokens"] - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert computed == 1, "its last token"
+
+
+async def test_without_a_folder_nothing_is_written_or_read(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    async with real_house(monkeypatch, model, max_model_len=4000) as house:
+        stream = await Stream(house, request_id="r", **GREEDY).has(5)
+        for path in ("sequences/r/checkpoint", "restore"):
+            status, answer = await act(house, path, path="a")
+            assert (status, "--checkpoint-dir" in answer["error"]["message"]) == (403, True)
+        await stream.leave()
+        await until_idle(house)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../a", "/etc/passwd", "a/b", "a\\b", ".a", "a\0b", "x" * 300, "a\n"])
+async def test_a_path_is_a_name_in_the_folder(house: RealHouse, folder: Path, name: str) -> None:
+    stream = await Stream(house, request_id="r", **GREEDY).has(5)
+    for path in ("sequences/r/checkpoint", "restore"):
+        status, answer = await act(house, path, path=name)
+        assert (status, answer["error"]["param"]) == (400, "path")
+    assert not list(folder.iterdir())  # noqa: ASYNC240
+    await stream.leave()
