@@ -20,6 +20,7 @@ from service.fork_route import fork_request
 from service.front_end import FRONT_END, FrontEnd
 from service.middleware import ACCESS, CALLER, Access, Handler, add_headers, answer_every_request, answer_expect
 from service.own_requests import delete_request, list_requests, show_request
+from service.page_files import page, to_page
 from service.prompts import chat_prompt, check_text_length
 from service.questions import CountGenerating, RenderMetrics
 from service.responses import create_response
@@ -46,9 +47,10 @@ async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
 
 def make_admin_app(front_end: FrontEnd) -> web.Application:
     """The application of the admin port. Whoever reaches that port may use it, unless there is an admin key."""
-    if front_end.settings.admin_api_key is not None:
-        return _application(front_end, ADMIN_ROUTES)
-    return _application(front_end, [(method, path, handler, "open") for method, path, handler, _ in ADMIN_ROUTES])
+    routes = ADMIN_ROUTES
+    if front_end.settings.admin_api_key is None:
+        routes = [(method, path, handler, "open") for method, path, handler, _ in ADMIN_ROUTES]
+    return _application(front_end, [*routes, *PAGE_ROUTES])
 
 
 def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Application:
@@ -242,3 +244,9 @@ def _admin_routes() -> list[Route]:
 
 
 ADMIN_ROUTES = _admin_routes()
+
+PAGE_ROUTES: list[Route] = [
+    ("GET", "/admin", to_page, "open"),
+    ("GET", "/admin/", page, "open"),
+    ("GET", "/admin/{file:(?!v1/).+}", page, "open"),
+]
