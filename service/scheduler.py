@@ -51,26 +51,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mm import (
-    Lack,
     MemoryManager,
     OomTable,
-    OverTenantLimit,
     SwapOrders,
     Victim,
 )
 from mm.addresses import BoolArray, Int32Array, Int64Array
 from mm.pressure import PressureMeter
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
-from service.admission import LOOK_AHEAD, Admission, Chunks, room_beside, rows_and_counts
+from service.admission import LOOK_AHEAD, Admission, Chunks, rows_and_counts
 from service.beams import Beams
 from service.committed import Committed
 from service.engine_client import Ended, EndReason, Submit
 from service.groups import Groups
-from service.pace import Pace, StepBudget, StepWork
+from service.pace import Pace, StepWork
 from service.request import Key, Sequence, State, choices_of
 from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
 from service.sequences import Fill, Sequences, row_of
 from service.steady import Steady
+from service.step_chooser import StepChooser
 from service.victims import Victims
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class Scheduler:
         self._victims = Victims(memory, self.sequences)
         self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
         self._committed_s = 0.0
-        self.oom_ends = 0  # searches that ended for want of memory, since the start
+        self._oom_ends = 0  # of searches, where nothing could run (_give_way)
         self._waits_for_compute = False
         self.compute_pressure = PressureMeter()  # who waits for places and the budget of steps
         self._admission = Admission(
@@ -145,6 +144,15 @@ class Scheduler:
             most_overtaken=settings.most_overtaken,
             by_priority=settings.ageing_s is not None,
         )
+        self._chooser = StepChooser(
+            memory,
+            self.sequences,
+            self._beams,
+            self._victims,
+            self._admission,
+            max_batched_tokens=settings.max_batched_tokens,
+            pace=self._pace,
+        )
 
     # --- what the engine calls
 
@@ -157,6 +165,11 @@ class Scheduler:
     def _has_unpaused(self) -> bool:
         all_ = self.sequences
         return bool(all_.waiting or all_.running or all_.swapped)
+
+    @property
+    def oom_ends(self) -> int:
+        """Searches that ended for want of memory, since the start."""
+        return self._oom_ends + self._chooser.oom_ends
 
     @property
     def preemptions(self) -> int:
@@ -327,7 +340,7 @@ class Scheduler:
             return self._steady_plan(steady, now)
         while True:
             before = self.preemptions
-            decodes, chunks = self._choose(now)
+            decodes, chunks = self._chooser.choose(self._ended, now)
             if len(decodes) or chunks or not (self.preemptions > before or self._give_way(now)):
                 break  # else somebody has given up pages, and others may run by that
         self._report_pressure()
@@ -445,7 +458,7 @@ class Scheduler:
                 self.sequences.recompute(beam)
             self.sequences.put_first(oldest.beams)
         elif not self.sequences.put_first(oldest.beams):
-            self.oom_ends += 1
+            self._oom_ends += 1
             self._beams.finish(oldest, "length", now, self._ended)
         return True
 
@@ -546,117 +559,7 @@ class Scheduler:
             token = int(committed.tokens[i]) if stopped[i] else -1
             committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
 
-    # --- choosing
-
-    def _choose(self, now: float) -> tuple[Int32Array, Chunks]:
-        """Who runs in the next step: rows that decode, and chunks (Sequence, tokens)."""
-        self._admission.make_way()
-        self._admission.return_from_swap()
-        if self._beams.groups:
-            self._ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
-        decodes = self._choose_decodes(now)
-        budget = self._budget_beside(decodes)
-        decodes, chunks = self._choose_prefills(decodes, budget)
-        return decodes, self._that_fit(decodes, chunks + self._admission.admit(decodes, budget, now))
-
-    def _budget_beside(self, decodes: Int32Array) -> StepBudget:
-        """What prompts may take of a step with these decodes."""
-        tokens = self.settings.max_batched_tokens - len(decodes)
-        if self._pace is None:
-            return StepBudget(tokens)
-        keys = int(self.memory.tables.lengths[decodes].sum()) + len(decodes)
-        return self._pace.budget(tokens, len(decodes), keys)
-
-    def _choose_decodes(self, now: float) -> Int32Array:
-        """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
-        state, lengths = self._rows, self.memory.tables.lengths
-        rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
-        if len(rows) <= self.memory.available_frames and not self.memory.tenants.is_limited:
-            return rows
-        while len(rows) and (lack := self.memory.room().lack_of_all(self._needs(rows))) is not None:
-            oldest = self.sequences.oldest(lack.tenant)
-            if lack.frames > self.memory.arriving_of(lack.tenant) and self._victims.preempt_for(oldest, lack):
-                rows = rows[state.remaining[rows] > 0]
-            elif self._is_alone_at_max(oldest, lack):
-                assert oldest.group is not None
-                self.oom_ends += 1
-                self._beams.finish(oldest.group, "length", now, self._ended)
-                rows = rows[state.remaining[rows] > 0]
-            else:
-                rows = self._hold_back(rows, lack)
-        return rows
-
-    def _is_alone_at_max(self, beam: Sequence, lack: Lack) -> bool:
-        """Whether a search has all that its tenant may have, so that nobody's end will ever make room (rule 10)."""
-        if lack.tenant is None or beam.group is None or lack.frames <= self.memory.arriving_of(lack.tenant):
-            return False
-        all_ = self.sequences
-        theirs = [each for each in (*all_.running.values(), *all_.swapped.values()) if each.tenant == beam.tenant]
-        return all(each.group is beam.group for each in theirs)
-
-    def _hold_back(self, rows: Int32Array, lack: Lack) -> Int32Array:
-        """Without the youngest that need the frames which are not there yet: those are on their way to swap."""
-        theirs = rows if lack.tenant is None else rows[self.memory.tables.tenants[rows] == lack.tenant]
-        needs = np.array([self._frames_of_decodes(theirs[i : i + 1]) for i in range(len(theirs))], np.int32)
-        theirs, needs = theirs[needs > 0], needs[needs > 0]
-        youngest = np.argsort(-self._rows.arrival[theirs])
-        count = int(np.searchsorted(np.cumsum(needs[youngest]), lack.frames)) + 1
-        return rows[~np.isin(rows, theirs[youngest[:count]])]
-
-    def _frames_of_decodes(self, rows: Int32Array) -> int:
-        return self.memory.frames_needed(rows, np.ones(len(rows), np.int32)) if len(rows) else 0
-
-    def _needs(self, decodes: Int32Array) -> Int64Array:
-        """The same by tenant."""
-        return self.memory.needs(decodes, np.ones(len(decodes), np.int32))
-
-    def _choose_prefills(self, decodes: Int32Array, budget: StepBudget) -> tuple[Int32Array, Chunks]:
-        """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
-        state = self._rows
-        prefilling = np.flatnonzero(state.remaining > 1)
-        chunks: Chunks = []
-        if not len(prefilling):
-            return decodes, chunks
-        room, tenants = room_beside(self.memory, decodes, chunks), self.memory.tenants
-        passed_by: set[int] = set()
-        for sequence in [self._rows.at(row) for row in prefilling[np.argsort(state.arrival[prefilling])].tolist()]:
-            tenant = tenants.id(sequence.tenant)
-            if sequence.state is not State.RUNNING or tenant in passed_by:
-                continue  # preempted for an older one; or its tenant's older ones come first
-            row = row_of(sequence)
-            start = int(self.memory.tables.lengths[row])
-            count = budget.grant(start, int(state.remaining[row]))
-            if count <= 0:
-                break
-            frames = self.memory.frames_needed(np.array([row], np.int32), np.array([count], np.int32))
-            while (lack := room.lack(tenant, frames)) is not None:
-                if lack.frames <= self.memory.arriving_of(lack.tenant) or not self._victims.preempt_for(sequence, lack):
-                    break  # they are on their way; or it is the youngest and waits: the older ones will end
-                decodes = decodes[state.remaining[decodes] > 0]
-                room = room_beside(self.memory, decodes, chunks)
-            if lack is None:
-                chunks.append((sequence, count))
-                room.take(tenant, frames)
-                budget.take(start, count)
-            elif lack.tenant is None:
-                break  # and so do all who are younger
-            else:
-                passed_by.add(tenant)
-        return decodes, chunks
-
-    def _that_fit(self, decodes: Int32Array, chunks: Chunks) -> Chunks:
-        """Without the last chunks, if all together need more frames than there are.
-
-        Each was counted when it was chosen, but pages that several of them share, or want to copy, are only known when
-        all are chosen. Who is left out has its row, and goes on as a running prefill.
-        """
-        while chunks and (error := self.memory.shortage(*rows_and_counts(decodes, chunks))) is not None:
-            last = len(chunks) - 1
-            if isinstance(error, OverTenantLimit):
-                theirs = [i for i, (sequence, _) in enumerate(chunks) if sequence.tenant == error.tenant]
-                last = theirs[-1] if theirs else last
-            chunks = chunks[:last] + chunks[last + 1 :]
-        return chunks
+    # --- what a step is made of
 
     def _report_pressure(self) -> None:
         """Who stands still for want of pages, and who gets on. Waiting ones beyond LOOK_AHEAD are not counted."""
