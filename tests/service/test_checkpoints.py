@@ -14,7 +14,7 @@ from model.step_plan import SamplingParameters
 from service.checkpoint_file import CheckpointFolder, Header, ModelIdentity
 from service.checkpoints import Checkpoints
 from service.engine_client import BeamSearch, Event, TokenBatch
-from service.errors import BadRequest, NotFound, NotStarted
+from service.errors import BadRequest, NotFound, NotStarted, QueueFull, ServiceUnavailable
 from service.questions import Restore, Restored, SaveCheckpoint
 
 MODEL = ModelIdentity("Simulated", 1, 1, 1024 // 16 // PAGE, VOCABULARY, "int64", PAGE, "c", "w")
@@ -139,6 +139,47 @@ async def test_one_that_holds_nothing_is_saved_by_its_tokens(house: House) -> No
     house.do("sequences/{of}/resume", f"0.{number}")
     await house.end(number, again)
     assert restored.tokens + house.tokens[again] == PROMPT + expected_output(PROMPT, 40)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_many_are_saved_and_restored_under_pressure(tmp_path: Path, seed: int) -> None:
+    """Preempted, swapped, with copies that end late or fail, and with clients that leave: the tokens are right."""
+    house = House(tmp_path, seed, frames=26, slots=14)
+    chance = house.chance
+    house.executor.end_swaps = lambda ticket: None if chance.random() < 0.5 else chance.random() < 0.97 or ticket > 0
+    begun: dict[int, Restored] = {}
+    saved = 0
+    for turn in range(140):
+        house.act()
+        if turn % 5 == 0:
+            names = [
+                each.sequence_id for each in house.engine.scheduler.open_sequences() if each.sequence_id in house.tokens
+            ]
+            try:
+                if names:
+                    await house.save(chance.choice(names), f"f{turn % 3}")
+                    saved += 1
+                if saved and chance.random() < 0.7:
+                    number, restored = await house.restore(f"f{turn % 3}")
+                    begun[number] = restored
+            except (NotFound, NotStarted, QueueFull):
+                continue
+            except ServiceUnavailable:
+                continue  # a copy has failed
+        await house.step()
+        await asyncio.sleep(0)
+        house.memory.check_invariants()
+    for _ in range(4000):
+        if not house.engine._has_work and not house.memory.is_copying:
+            break
+        await house.step()
+        await asyncio.sleep(0)
+    whole = [number for number in begun if house.ended.get(number) == "length"]
+    assert len(whole) > 2
+    assert house.engine.scheduler.preemptions
+    for number in whole:
+        assert house.tokens[number] == expected_output(begun[number].tokens, begun[number].max_tokens)
+    assert house.memory.available_frames + house.memory.pins.pages == house.memory.frames.usable
 
 
 async def test_what_was_restored_is_not_in_the_page_cache(house: House) -> None:

@@ -157,3 +157,102 @@ async def test_a_path_is_a_name_in_the_folder(house: RealHouse, folder: Path, na
         assert (status, answer["error"]["param"]) == (400, "path")
     assert not list(folder.iterdir())  # noqa: ASYNC240
     await stream.leave()
+
+
+async def test_a_stop_string_that_had_begun_is_found(house: RealHouse) -> None:
+    """Wherever the answer was cut: the text before and the rest are together the text as it would have been."""
+    body = {"prompt": [5, 6, 7], "temperature": 1.2, "seed": 5, "max_tokens": 300, "ignore_eos": True}
+    free = await Stream(house, **body).end()
+    stop = free.text[200:212]
+    asked = body | {"stop": [stop], "logprobs": 1}
+    end = free.text.index(stop)
+    for made in range(1, 100, 14):
+        part = await Stream(house, request_id=f"r{made}", **asked | {"max_tokens": 2000}).has(made)
+        status, _ = await act(house, f"sequences/r{made}/checkpoint", path="a")
+        await part.end()
+        if status == 404:
+            continue  # it was over before
+        rest = await Stream(house, "restore", path="a", request_id="rest").end()
+        at = rest.events[0]["restored_tokens"]
+        assert rest.tokens == part.tokens[at:]
+        assert free.text[:end].endswith(rest.text)
+        (choice,) = rest.events[-1]["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        assert rest.events[0]["choices"][0]["logprobs"] is not None
+
+
+async def test_a_chat_goes_on_as_a_chat(house: RealHouse) -> None:
+    body = {"messages": [{"role": "user", "content": "say"}], "temperature": 1.5, "seed": 3, "max_tokens": 500}
+    first = await Stream(house, "/v1/chat/completions", request_id="c", ignore_eos=True, **body).has(40)
+    await save(house, "chatcmpl-c".removeprefix("chatcmpl-"), "a")
+    await first.end()
+    status, answer = await act(house, "restore", path="a", return_token_ids=True)
+    assert (status, answer["object"]) == (200, "chat.completion")
+    at, (choice,) = answer["restored_tokens"], answer["choices"]
+    assert choice["token_ids"] == first.tokens[at:]
+    assert first.text.endswith(choice["message"]["content"])
+
+
+async def test_a_grammar_goes_on_where_it_stood(house: RealHouse) -> None:
+    body = {
+        "prompt": "the",
+        "max_tokens": 600,
+        "seed": 8,
+        "structured_outputs": {"regex": "([a-f]{5} is [0-9]{2,9}!){30}"},
+    }
+    first = await Stream(house, request_id="g", **body).has(20)
+    await save(house, "g", "a")
+    await first.end()
+    status, answer = await act(house, "restore", path="a", return_token_ids=True)
+    assert status == 200, answer
+    at, (choice,) = answer["restored_tokens"], answer["choices"]
+    assert choice["token_ids"] == first.tokens[at:]
+    assert choice["finish_reason"] == first.events[-1]["choices"][0]["finish_reason"]
+
+
+async def test_one_of_several_choices_is_saved_by_its_number(house: RealHouse) -> None:
+    body = GREEDY | {"n": 2, "temperature": 1.0, "seed": 1, "request_id": "n"}
+    stream = await Stream(house, ignore_eos=True, **body).has(20)
+    status, answer = await act(house, "sequences/n/checkpoint", path="a")
+    assert (status, "has 2 sequences" in answer["error"]["message"]) == (404, True)
+    async with house.session.get(admin(house, "sequences")) as response:
+        names = [each["id"] for each in (await response.json())["sequences"] if each["request"] == "n"]
+    await save(house, names[1], "a")
+    rest = await Stream(house, "restore", path="a", request_id="one").has(30)
+    at = rest.events[0]["restored_tokens"]
+    second = [
+        token for each in stream.events for token in each["choices"][0]["token_ids"] if each["choices"][0]["index"] == 1
+    ]
+    known = second[at : at + 30]
+    assert rest.tokens[: len(known)] == known
+    await stream.leave()
+    await rest.leave()
+
+
+async def test_a_client_that_leaves_a_restored_request_ends_it(house: RealHouse) -> None:
+    stream = await Stream(house, request_id="r", ignore_eos=True, **GREEDY).has(20)
+    await save(house, "r", "a")
+    await stream.leave()
+    await until_idle(house)
+    again = await Stream(house, "restore", path="a").has(3)
+    async with house.session.get(house.url + "/v1/requests") as response:
+        assert [each["id"] for each in (await response.json())["data"]] == ["r"]
+    await again.leave()
+    await until_idle(house)
+    async with house.session.get(admin(house, "trace")) as response:
+        actions = [each["action"] for each in (await response.json())["actions"]]
+    assert actions == ["sequences/r/checkpoint", "restore"]
+
+
+async def test_a_damaged_file_is_told_and_changes_nothing(house: RealHouse, folder: Path) -> None:
+    stream = await Stream(house, request_id="r", **GREEDY).has(20)
+    await save(house, "r", "a")
+    whole = (folder / "a").read_bytes()
+    cases = {"cut": whole[:-100], "junk": b"junk", "empty": b"", "damaged": whole[:-100] + bytes(100)}
+    for name, data in cases.items():
+        (folder / name).write_bytes(data)
+        status, answer = await act(house, "restore", path=name)
+        assert (status, answer["error"]["param"]) == (400, "path"), name
+    status, answer = await act(house, "restore", path="none")
+    assert (status, answer["error"]["type"]) == (404, "NotFoundError")
+    await stream.leave()
