@@ -240,6 +240,8 @@ class Admission:
                 sequence.blocked_at, sequence.missing_frames = free, beginning.frames + self._headroom - free
                 self._short.append(sequence)
                 break
+            if sequence.saved is not None and beginning.frames > free:
+                sequence.saved = None  # nobody runs, and who holds the rest does not: it computes, as it gets frames
             try:
                 if beginning.relative is not None:
                     self._sequences.fork(sequence, beginning.relative, beginning.length, now)

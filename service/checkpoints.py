@@ -251,6 +251,8 @@ class Checkpoints:
         self, front_end: int, asked: Restore, header: Header, saved: SavedPages | None, matcher: Matcher | None
     ) -> Restored:
         engine, now = self._engine, self._engine.now
+        if not engine.is_connected(front_end):
+            raise ServiceUnavailable("who asked for it has gone")
         message = msgspec.structs.replace(
             header.submit, sequence_id=asked.sequence_id, request_id=asked.request_id or header.submit.request_id
         )

@@ -343,6 +343,10 @@ class Engine:
         self._front_ends.pop(front_end, None)
         self.rates.forget(front_end)
 
+    def is_connected(self, front_end: int) -> bool:
+        """Whether anybody receives for it."""
+        return front_end in self._front_ends
+
     def post(self, front_end: int, message: Message) -> None:
         """Hand in a message; it is read before the next step. In the engine's event loop only."""
         if not self._inbox and not self.scheduler.has_work:

@@ -4,6 +4,7 @@ A prompt is one message to the engine, however many choices it has: n Sequences 
 numbered prompt by prompt (index = prompt * n + choice).
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -147,8 +148,9 @@ class Generation:
         sequence_id, inbox = client.next_sequence_id(), Inbox(client.turn)
         stream = TokenStream(partial(client.cancel, sequence_id), inbox, interval=interval)
         client.expect(sequence_id, stream)
+        asked = asyncio.ensure_future(engine.ask(Restore(body.path, sequence_id, body.request_id or "", by)))
         try:
-            restored = await engine.ask(Restore(body.path, sequence_id, body.request_id or "", by))
+            restored = await asyncio.shield(asked)
             told = _body_of(body, restored)
             inherited = len(restored.tokens) - restored.answer_begin
             least = max(0, restored.sampling.min_tokens - inherited)
@@ -158,7 +160,7 @@ class Generation:
             generation.inbox = inbox
             generation._follow(restored, restored.form, stream, sequence_id, told, model, with_stops=True)
         except BaseException:
-            stream.close()
+            asked.add_done_callback(lambda done: _close(stream, done))  # before, there may be nothing to cancel yet
             raise
         return generation, restored, told
 
@@ -392,6 +394,12 @@ def _asked(
         timeout_s=body.timeout_s,
     )
     return rules, template
+
+
+def _close(stream: TokenStream, asked: "asyncio.Future[Restored]") -> None:
+    if not asked.cancelled():
+        asked.exception()  # whoever would be told has left
+    stream.close()
 
 
 def _rules(body: GenerationBody, client_ends: frozenset[int], min_tokens: int, interval: int) -> TextRules:

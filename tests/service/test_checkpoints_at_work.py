@@ -256,3 +256,20 @@ async def test_a_damaged_file_is_told_and_changes_nothing(house: RealHouse, fold
     status, answer = await act(house, "restore", path="none")
     assert (status, answer["error"]["type"]) == (404, "NotFoundError")
     await stream.leave()
+
+
+async def test_clients_that_leave_while_a_file_is_read_leave_nothing(house: RealHouse) -> None:
+    stream = await Stream(house, request_id="r", ignore_eos=True, **GREEDY).has(20)
+    await save(house, "r", "a")
+    await stream.leave()
+    await until_idle(house)
+    for number in range(30):
+        again = Stream(house, "restore", path="a", request_id=f"r{number}")
+        await asyncio.sleep(0.0005 * number)
+        await again.leave()
+    await act(house, "restore", path="none")  # after all those before it
+    async with asyncio.timeout(60):
+        while house.client.open_sequences:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.001)
+    await until_idle(house)
+    assert not list(house.engine.scheduler.open_sequences())
