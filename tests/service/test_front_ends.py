@@ -53,7 +53,9 @@ def started(model: Path, folder: Path, front_ends: int, *more: str) -> Process:
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
 def shared(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A server that tests share, since none of them harms it."""
-    process = started(model, tmp_path_factory.mktemp("server"), request.param, "--admin-api-key", "root")
+    folder = tmp_path_factory.mktemp("server")
+    admin = ["--admin-api-key", "root", "--checkpoint-dir", str(folder)]
+    process = started(model, folder, request.param, *admin)
     yield process
     process.stop()
 
@@ -211,6 +213,27 @@ def test_a_stream_is_forked_from_whatever_process_it_is_asked(shared: Process) -
         again = json.loads(shared.ask("POST", "/v1/completions", asked | {"max_tokens": 3, "ignore_eos": True}))
         assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
     shared.hang_up(stream)
+    shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
+
+
+def test_a_request_is_saved_and_restored_from_whatever_process_it_is_asked(shared: Process) -> None:
+    body = {"prompt": "the", "stream": True, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+    stream = shared.open("POST", "/v1/completions", body | {"request_id": "saved", "return_token_ids": True})
+    stream.readline()
+    headers = {"Authorization": "Bearer root"}
+    done = json.loads(shared.ask("POST", "/admin/v1/sequences/saved/checkpoint", {"path": "a"}, headers))
+    assert done["done"]
+    refused = json.loads(shared.ask("POST", "/admin/v1/sequences/saved/checkpoint", {"path": "a"}))
+    assert refused["error"]["type"] == "AuthenticationError"
+    lines = [json.loads(line.removeprefix(b"data: ")) for line in stream if line.startswith(b"data: {")]
+    tokens = [token for event in lines for token in event["choices"][0]["token_ids"]]
+    for _ in range(4):
+        asked = {"path": "a", "return_token_ids": True}
+        answer = json.loads(shared.ask("POST", "/admin/v1/restore", asked, headers))
+        (choice,) = answer["choices"]
+        known = len(choice["token_ids"])
+        assert known == 3000 - answer["restored_tokens"]
+        assert choice["token_ids"] == tokens[len(tokens) - known :]
     shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
 
 
