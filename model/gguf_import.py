@@ -61,7 +61,7 @@ def convert(path: Path, folder: Path, report: Report) -> None:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise BadCheckpoint(f"{path}: its tokenizer cannot be built: {error}") from error
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # `save` hides an OSError
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(metadata))
 
 
@@ -245,7 +245,10 @@ def _write_weights(
             done += 1
             if done % 50 == 0:
                 report(f"converted {done} of {len(names)} tensors")
-        safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
+        try:
+            safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # it has no other word for a disk that is full
+            raise OSError(f"{file}: {error}") from error
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {}, "weight_map": places})
 

@@ -217,3 +217,21 @@ def test_the_demo_is_smollm2(smollm2_folder: Path) -> None:
     settings = json.loads((smollm2_folder / "tokenizer_config.json").read_text())
     assert "<|im_start|>assistant" in settings["chat_template"]
     assert (settings["bos_token"], settings["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of files stands for a full disk")
+def test_a_disk_that_gets_full_is_said_in_one_line_and_nothing_half_written_stays(
+    gguf_file: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000));"
+        "from pathlib import Path; from model.errors import ModelNotFound; from model.source import resolve\n"
+        "try: resolve(sys.argv[1], cache_dir=Path(sys.argv[2]))\n"
+        "except ModelNotFound as error: sys.exit(str(error))"
+    )
+    command = [sys.executable, "-B", "-c", code, str(gguf_file), str(tmp_path / "cache")]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert result.stderr.startswith(f"cannot write the model cache {tmp_path / 'cache'}"), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert (resolve(str(gguf_file), cache_dir=tmp_path / "cache").folder / "model.safetensors").is_file()
