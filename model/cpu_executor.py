@@ -116,6 +116,7 @@ class CpuExecutor:
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._settings = SamplingRows.greedy(max_rows)
         self.masks = np.empty((max_rows, mask_words(config.vocabulary)), np.int32)  # takes memory when touched
+        self._failure: BaseException | None = None  # of work that is no step
         self._next_warning_s = 0.0
         self._unsampled: _Unsampled | None = None  # a step that waits for `sample`
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -177,7 +178,12 @@ class CpuExecutor:
         self._queue.put(partial(self.pool.give_back, frames))
 
     def ended(self) -> list[tuple[int, bool]]:
-        """Tickets of swap orders that have ended, and whether they succeeded."""
+        """Tickets of swap orders that have ended, and whether they succeeded.
+
+        Raises RuntimeError if the worker has failed beside a step: whoever waits for that would wait forever.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the executor's worker has failed") from self._failure
         return [self._moved.popleft() for _ in range(len(self._moved))]
 
     def use_idle_time(self) -> bool:
@@ -198,7 +204,10 @@ class CpuExecutor:
     @torch.inference_mode()
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (told by `ended`)
+                self._failure = error
 
     def _swap(self, orders: SwapOrders, store: BackingStore) -> None:
         self._moved.append((orders.ticket, self._move(orders, store)))

@@ -194,6 +194,7 @@ class Engine:
         if self._ready_slots < self.executor.slots:
             self._open_slots()
         for number, succeeded in self.executor.ended():
+            self._progress_s = self._clock()
             if self.copying.take(number, succeeded=succeeded):
                 continue
             pages, begun = self._moving.pop(number)
@@ -222,7 +223,6 @@ class Engine:
         if plan is None and self.previous is None:
             if self._moving or self.scheduler.memory.is_copying:
                 await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
-                self._progress_s = self._clock()
             elif self.scheduler.has_work and not ended:
                 raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
         if self.previous is not None:

@@ -12,6 +12,7 @@ import torch
 from real_house import RealHouse, real_house
 from tiny_model import write_tiny_model
 
+from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders
 from model.batch import ForwardBatch
 from model.config import read_config
@@ -132,8 +133,8 @@ async def test_swap_that_fails_is_seen_by_nobody(folder: Path, monkeypatch: pyte
         memory.costs.copy_page_s = 1e-9  # swap is worth it
         moved, move = [], executor._move
 
-        def move_or_fail(orders: SwapOrders) -> bool:
-            moved.append(fails != "every copy" and len(moved) != 2 and move(orders))
+        def move_or_fail(orders: SwapOrders, store: BackingStore) -> bool:
+            moved.append(fails != "every copy" and len(moved) != 2 and move(orders, store))
             return moved[-1]
 
         monkeypatch.setattr(executor, "_move", move_or_fail)

@@ -256,6 +256,25 @@ def test_a_swap_to_a_slot_without_memory_fails_and_the_executor_goes_on(model, c
     assert result.tokens[0] >= 0
 
 
+def test_work_that_fails_beside_a_step_is_told_and_steps_are_still_answered(
+    model, cpu_kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a copy that never ends would be waited for, by an engine that looks alive."""
+    running = executor_of(model.folder, cpu_kernels, slots=8)
+
+    def fail(*_: Any) -> bool:
+        raise ValueError("nobody thought of this")
+
+    monkeypatch.setattr(running, "_move", fail)
+    running.start(SwapOrders(1, out_frames=int32(0), out_slots=int32(5)))
+    (result,) = run(running, plan([0], [0], [PROMPT], orders=mapped(0, [0, 1, 2])))
+    assert result.tokens[0] >= 0
+    with pytest.raises(RuntimeError, match="worker has failed") as raised:
+        running.ended()
+    assert "nobody thought of this" in str(raised.value.__cause__)
+    running.close()
+
+
 def test_frames_that_go_give_their_memory_back_and_are_zero_when_they_return(model) -> None:
     """What stays keeps its content; the system has the pages of the rest."""
     config = read_config(model.folder)

@@ -84,9 +84,9 @@ class House:
 
 @asynccontextmanager
 async def running(
-    *, frames: int = 64, rows: int = 4, max_queue_requests: int = 100, is_open: bool = True
+    *, frames: int = 64, rows: int = 4, slots: int = 0, max_queue_requests: int = 100, is_open: bool = True
 ) -> AsyncIterator[House]:
-    memory = MemoryManager(frames=frames, max_rows=rows, max_pages=100, page_size=4)
+    memory = MemoryManager(frames=frames, max_rows=rows + slots, max_pages=100, page_size=4, slots=slots)
     scheduler = Scheduler(memory, SchedulerSettings(max_running=rows, max_batched_tokens=16, max_length=400))
     executor, counter, clock = SimulatedExecutor(memory), Counter(), FakeClock()
     limits = Limits(
@@ -359,6 +359,23 @@ async def test_alive_means_that_steps_complete_or_that_there_is_nothing_to_do() 
         assert not house.client.is_alive  # a step is overdue
         house.executor.gate.set()
         await read(stream)
+        assert house.client.is_alive
+
+
+async def test_copies_that_never_end_are_no_sign_of_life() -> None:
+    """Everybody waits for pages that are on their way to swap, and never arrive: until they do, after all."""
+    async with running(frames=24, slots=24) as house:
+        house.engine.scheduler.memory.costs.copy_page_s = 1e-9
+        house.executor.end_swaps = lambda ticket: None
+        streams = [house.start([i] * 8, 60) for i in range(4)]
+        async with asyncio.timeout(30):
+            while house.client.is_alive:
+                await asyncio.sleep(0.02)  # many turns
+                house.clock.now += 61
+                await asyncio.sleep(0.02)
+        house.executor.end_swaps = lambda ticket: True
+        for i, stream in enumerate(streams):
+            assert (await read(stream))[0] == expected_output([i] * 8, 60)
         assert house.client.is_alive
 
 
