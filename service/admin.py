@@ -34,6 +34,7 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
     "pressure": (),
     "pressure/compute": (),
     "buddyinfo": (),
+    "zoneinfo": (),
     "pools": (),
     "audit": (),
     "frames": ("state", "order", "limit", "offset"),

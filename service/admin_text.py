@@ -37,6 +37,13 @@ def buddyinfo(facts: Facts) -> str:
     return f"Node 0, zone {'KV':>8} " + "".join(f"{count:6d} " for count in facts["free_runs"]) + "\n"
 
 
+def zoneinfo(facts: Facts) -> str:
+    """/proc/zoneinfo."""
+    names = ("min", "low", "high", "present", "managed")
+    lines = [f"Node 0, zone {'KV':>8}", f"  pages free     {facts['free']}"]
+    return "\n".join([*lines, *(f"        {name:<8} {facts[name]}" for name in names)]) + "\n"
+
+
 def pools(facts: Facts) -> str:
     """/proc/slabinfo. A pool is one slab."""
     lines = [
@@ -297,6 +304,7 @@ RENDERERS: dict[str, Callable[[Facts], str]] = {
     "pressure": pressure,
     "pressure/compute": pressure,
     "buddyinfo": buddyinfo,
+    "zoneinfo": zoneinfo,
     "pools": pools,
     "audit": audit,
     "frames": frames,

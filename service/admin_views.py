@@ -143,6 +143,23 @@ def buddyinfo(inside: Inside, asked: Look) -> Facts:
     }
 
 
+def zoneinfo(inside: Inside, asked: Look) -> Facts:
+    """/proc/zoneinfo: what bounds the pool now, after all that operators have changed. In frames and slots."""
+    memory = inside.memory
+    marks = memory.reclaimer.watermarks
+    return {
+        "free": memory.frames.free_frames,
+        "min": marks.min,
+        "low": marks.low,
+        "high": marks.high,
+        "present": memory.frames.total,  # reserved at the start
+        "managed": memory.frames.usable,
+        "slots_present": memory.swap.total,
+        "slots_managed": memory.swap.usable,
+        "overcommit": str(memory.ledger.mode),
+    }
+
+
 def pools(inside: Inside, asked: Look) -> Facts:
     """/proc/slabinfo: what is bounded here, and how full it is."""
     memory, executor = inside.memory, inside.engine.executor
@@ -409,6 +426,7 @@ MEMORY_VIEWS: dict[str, View] = {
     "pressure": pressure,
     "pressure/compute": compute_pressure,
     "buddyinfo": buddyinfo,
+    "zoneinfo": zoneinfo,
     "pools": pools,
     "audit": audit,
     "frames": frames,

@@ -8,7 +8,6 @@ const PULSE_S = 1;
 const HEIGHT = 96;
 
 const percent = (value) => (value == null ? "–" : `${short(value)} %`);
-const perSecond = (value) => (value == null ? "–" : `${short(value)}/s`);
 
 /** Each line: [name, colour, how it is made of an event, its rates and means]. */
 const CHARTS = [
@@ -34,13 +33,13 @@ const CHARTS = [
     write: count,
   },
   {
-    title: "Pressure (PSI, 10 s)",
+    title: "Pressure (PSI of 10 s), %",
     lines: [
       ["memory", "--line-1", (now) => now.pressure.memory.some.avg10],
       ["full", "--line-3", (now) => now.pressure.memory.full.avg10],
       ["compute", "--line-2", (now) => now.pressure.compute.some.avg10],
     ],
-    write: percent,
+    write: short,
   },
   { title: "Prefix cache hit rate", lines: [["hits", "--line-2", (now, since) => since.share("prefix_hit", "prefix_query")]], write: percent, max: 100 },
   {
@@ -50,7 +49,7 @@ const CHARTS = [
       ["in", "--line-2", (now, since) => since.rate("swap_in")],
       ["evicted", "--line-3", (now, since) => since.rate("evict")],
     ],
-    write: perSecond,
+    write: short,
   },
 ];
 
@@ -133,7 +132,7 @@ function options(chart, i, width) {
   return {
     width,
     height: HEIGHT,
-    padding: [6, 4, 0, 0],
+    padding: [6, 14, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: "time" }, y: false, points: { size: 5 } },
     scales: { x: { time: true }, y: { range: (plot, low, high) => [0, top(low, high)] } },

@@ -25,6 +25,20 @@ async function audit() {
   say(byId("audit"), found.balanced ? `Everything adds up at step ${count(found.step)}: ${sums}` : found.discrepancies.join("; "));
 }
 
+/** What is so now, in the fields that are empty. */
+export async function updateControls() {
+  const now = await view("zoneinfo");
+  const placeholders = {
+    "set-watermarks": { min: now.min, low: now.low, high: now.high },
+    "do-resize": { frames: now.managed, slots: now.slots_managed },
+  };
+  for (const [form, fields] of Object.entries(placeholders)) {
+    for (const [name, value] of Object.entries(fields)) byId(form).elements[name].placeholder = String(value);
+  }
+  say(byId("overcommit-now"), now.overcommit);
+  say(byId("size-most"), `${count(now.present)} frames and ${count(now.slots_present)} slots`);
+}
+
 export function startControls() {
   onSubmit("set-watermarks", (form) => attempt("watermarks", () => act("watermarks", numbers(form))));
   onSubmit("set-overcommit", (form) => attempt("overcommit", () => act("overcommit", { mode: new FormData(form).get("mode") })));

@@ -68,7 +68,7 @@ export function tell(text, kind = "done") {
 export async function attempt(what, action) {
   try {
     const { before, after } = await action();
-    const changed = Object.keys(after).filter((name) => JSON.stringify(before[name]) !== JSON.stringify(after[name]));
+    const changed = Object.keys(after).filter((name) => JSON.stringify(before[name] ?? null) !== JSON.stringify(after[name]));
     const words = changed.map((name) => `${name} ${written(before[name])} → ${written(after[name])}`);
     tell(`${what}: ${words.join(", ") || "done, nothing changed"}`);
     return true;

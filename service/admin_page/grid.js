@@ -6,16 +6,14 @@ import { color } from "./dom.js";
 const LARGEST_CELL = 20; // in device pixels, as all sizes here
 const SMALLEST_CELL = 2;
 const GAP_FROM = 5; // cells of this size and above are told apart by a line
-const CORNER_FROM = 9; // and have room for a mark in a corner
 
 export class Grid {
   /** kinds: names of colours, by what colourOf(i) returns. */
-  constructor(canvas, kinds, colourOf, hasCorner = () => false) {
+  constructor(canvas, kinds, colourOf) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d", { alpha: false });
     this.kinds = kinds;
     this.colourOf = colourOf;
-    this.hasCorner = hasCorner;
     this.cells = 0;
     this.marked = null; // (cells,) bytes: the others are drawn faintly
     this.selected = -1;
@@ -46,7 +44,6 @@ export class Grid {
     this.colours = Uint32Array.from(found, packed);
     this.faintColours = Uint32Array.from(found, (colour) => packed(faint(colour)));
     this.ground = packed(ground);
-    this.corner = packed(rgb("--map-corner"));
   }
 
   resize(cells) {
@@ -92,17 +89,9 @@ export class Grid {
     const width = columns * cell;
     const side = cell >= GAP_FROM ? cell - 1 : cell;
     const kind = this.colourOf(i);
-    const isFaint = this.marked !== null && !this.marked[i];
-    const colour = isFaint ? this.faintColours[kind] : this.colours[kind];
+    const colour = this.marked !== null && !this.marked[i] ? this.faintColours[kind] : this.colours[kind];
     let at = row * cell * width + (i - row * columns) * cell;
     for (let y = 0; y < side; y++, at += width) pixels.fill(colour, at, at + side);
-    if (cell >= CORNER_FROM && !isFaint && this.hasCorner(i)) {
-      const mark = Math.floor(cell / 4);
-      for (let y = 0; y < mark; y++) {
-        const end = (row * cell + y) * width + (i - row * columns) * cell + side;
-        pixels.fill(this.corner, end - mark + y, end);
-      }
-    }
     if (row < this.dirtyFrom) this.dirtyFrom = row;
     if (row > this.dirtyTo) this.dirtyTo = row;
     this.plan();

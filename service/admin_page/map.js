@@ -8,6 +8,7 @@ const STATE_BITS = 15;
 const IS_CACHED = 16;
 const IS_CLEAN = 32;
 const SHARED = 2;
+const CLOSED = 5;
 
 const FRAMES = [
   { name: "free", colour: "--frame-free", says: "holds nothing" },
@@ -48,12 +49,7 @@ function frameColour(i) {
   return held < 3 ? SHARED : FRAMES.length + (held < 5 ? 1 : held < 9 ? 2 : 3);
 }
 
-const frameGrid = new Grid(
-  byId("frames"),
-  [...FRAMES.map((kind) => kind.colour), ...SHADES],
-  frameColour,
-  (i) => (states[i] & IS_CACHED) !== 0 && (states[i] & STATE_BITS) < 3,
-);
+const frameGrid = new Grid(byId("frames"), [...FRAMES.map((kind) => kind.colour), ...SHADES], frameColour);
 const slotGrid = new Grid(byId("slots"), SLOTS.map((kind) => kind.colour), (i) => slots[i]);
 
 // ---------------------------------------------------------------- the stream
@@ -99,7 +95,7 @@ function change(event) {
     slots[slotsAt[k]] = newSlots[k];
     slotGrid.paint(slotsAt[k]);
   }
-  if (told?.frame !== undefined && at.includes(told.frame)) showFrame(told.frame);
+  if (told?.frame !== undefined && at.includes(told.frame)) inspect(told.frame);
 }
 
 function recount() {
@@ -148,7 +144,10 @@ function sayShown(what) {
 
 function showCounts() {
   figures.forEach((figure, i) => say(figure, count(counts[i])));
-  slotFigures.forEach((figure, i) => say(figure, count(slotCounts[i])));
+  slotFigures.forEach((figure, i) => {
+    say(figure, count(slotCounts[i]));
+    figure.closest("li").hidden = i === CLOSED && !slotCounts[i];
+  });
 }
 
 /** Draw all faintly but the frames and slots that a sequence's pages are in. */
@@ -189,7 +188,9 @@ async function showFrame(i) {
   const facts = await view(`frames/${i}`);
   if (told?.frame !== i) return;
   const owners = facts.owners.map((owner) =>
-    el("button", { class: "link", onclick: () => onSequence(owner) }, owner),
+    owner.startsWith("pin ") || owner === "transfer"
+      ? el("span", {}, owner)
+      : el("button", { class: "link", onclick: () => onSequence(owner) }, owner),
   );
   byId("facts").replaceChildren(
     ...fact("owners", owners.length ? el("span", { class: "owners" }, ...owners) : "none"),
@@ -209,6 +210,10 @@ async function showFrame(i) {
   byId("about").hidden = false;
 }
 
+function inspect(i) {
+  showFrame(i).catch((error) => say(byId("inspected"), error.message));
+}
+
 function showSlot(i) {
   told = { slot: i };
   say(byId("inspected"), `Slot ${i}: ${SLOTS[slots[i]].name} – ${SLOTS[slots[i]].says}`);
@@ -221,7 +226,7 @@ function choose(grid, i) {
   other.select(-1);
   grid.select(i);
   if (grid === slotGrid) showSlot(i);
-  else showFrame(i).catch((error) => say(byId("inspected"), error.message));
+  else inspect(i);
 }
 
 /** Select a frame from elsewhere on the page. */

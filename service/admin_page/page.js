@@ -1,7 +1,7 @@
 // Starts the page: the figures on top, the map, the time lines, the tabs; asks for the key.
 
 import { startCharts } from "./charts.js";
-import { startControls } from "./controls.js";
+import { startControls, updateControls } from "./controls.js";
 import { answered, byId, count, duration, milliseconds, poll, say, short, tell } from "./dom.js";
 import { startMap } from "./map.js";
 import { chooseByOwner, startSequences, updateSequences } from "./sequences.js";
@@ -60,7 +60,7 @@ function showState(state) {
 
 // ---------------------------------------------------------------- tabs
 
-const updates = { ...makeTabs(), sequences: updateSequences, controls: async () => {} };
+const updates = { ...makeTabs(), sequences: updateSequences, controls: updateControls };
 const tabs = [...document.querySelectorAll("[role=tab]")];
 let shown = "sequences";
 

@@ -2,6 +2,8 @@
 
 import { el, say } from "./dom.js";
 
+const classOf = (column) => (column.isNumber ? "number" : column.name === "actions" ? "actions" : null);
+
 export class Table {
   /**
    * columns: [{name, of(row) -> text, title?, isNumber?, sort?(row) -> what to sort by}], or {name, make(row) -> element}
@@ -20,7 +22,7 @@ export class Table {
   }
 
   head(column) {
-    const head = el("th", { scope: "col", class: column.isNumber ? "number" : null, title: column.title });
+    const head = el("th", { scope: "col", class: classOf(column), title: column.title });
     if (!column.sort) {
       head.append(column.name);
       return head;
@@ -65,7 +67,7 @@ export class Table {
 
   makeRow(row) {
     const cells = this.columns.map((column) =>
-      el("td", { class: column.isNumber ? "number" : null }, column.make ? column.make(row) : null),
+      el("td", { class: classOf(column) }, column.make ? column.make(row) : null),
     );
     return el("tr", {}, ...cells);
   }

@@ -205,8 +205,8 @@ function makeMisses() {
     const set = facts.working_set;
     say(
       byId("misses-facts"),
-      `${count(set.refaults)} pages came back after ${count(set.evictions)} evictions; ` +
-        `${count(set.frames_to_avoid_most)} more frames would have kept nine tenths of them`,
+      `${count(set.refaults)} pages came back after ${count(set.evictions)} evictions` +
+        (set.refaults ? `; ${count(set.frames_to_avoid_most)} more frames would have kept nine tenths of them` : ""),
     );
     misses.show(found.slice(0, 200));
   };
@@ -216,7 +216,7 @@ function makeMisses() {
 
 function makeScores() {
   const table = new Table(byId("oom-table"), {
-    caption: "Who would give way now if one frame were needed, worst off first",
+    caption: "Who would give way now if one frame were needed; then the others, worst off first",
     key: (row) => row.id,
     empty: "nobody runs",
     isMarked: (row) => row.is_next,
@@ -236,7 +236,7 @@ function makeScores() {
   });
   return async () => {
     const found = await view("oom_score");
-    table.show(found.candidates);
+    table.show(found.candidates.toSorted((a, b) => b.is_next - a.is_next));
     const costs = `a page is copied in ${short(found.copy_page_us)} µs, a token computed in ${short(found.prefill_token_us)} µs`;
     say(byId("oom-facts"), `${found.swap_possible ? "Swap is possible" : "Nobody would be swapped"}; ${costs}`);
   };

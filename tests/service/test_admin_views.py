@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from stepped_engine import PAGE, SteppedEngine
 
+from mm import Watermarks
 from mm.frame_views import STATE_BITS, FrameState, SlotState, frame_map
 from service import admin
 from service.admin_text import RENDERERS
@@ -168,6 +169,19 @@ async def test_buddyinfo_reads_like_the_kernels_and_counts_every_free_frame() ->
     )
     facts = look(house, "buddyinfo")
     assert 0 <= facts["allocated_tokens"] - facts["used_tokens"] < PAGE * 12
+
+
+async def test_zoneinfo_reads_like_the_kernels_and_tells_the_watermarks_of_now() -> None:
+    house = await under_load()
+    house.memory.reclaimer.watermarks = Watermarks(min=1, low=5, high=9)
+    zone, free, *lines = text(house, "zoneinfo")
+    assert re.fullmatch(r"Node 0, zone +KV", zone)
+    assert int(re.fullmatch(r"  pages free +(\d+)", free)[1]) == house.memory.free_frames  # type: ignore[index]
+    parsed = {name: int(value) for name, value in (line.split() for line in lines)}
+    assert parsed == {"min": 1, "low": 5, "high": 9, "present": 40, "managed": 40}
+    facts = look(house, "zoneinfo")
+    assert facts["overcommit"] == str(house.memory.ledger.mode)
+    assert facts["slots_managed"] <= facts["slots_present"] == house.memory.swap.total
 
 
 async def test_pools_read_like_slabinfo() -> None:
