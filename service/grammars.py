@@ -1,6 +1,6 @@
 """Constraints compiled, and where each Sequence stands in its grammar: which tokens may come next.
 
-Owns the compiler (llguidance) with its limits, the cache of compiled grammars, and the thread that compiles. Front ends
+Owns the compiler (llguidance) with its limits, the cache of compiled grammars, and the threads that compile. Front ends
 compile to find out whether a constraint can be kept to, before anything of an answer is sent; the engine's process
 compiles to have it. In one process they share one `Grammars`.
 
@@ -13,7 +13,7 @@ A Matcher lives on the host with its Sequence, so whatever happens to rows and p
 import asyncio
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,7 +30,10 @@ from service.lark import GrammarNotLark, prepared_lark
 from service.tokenization import Tokenizer
 
 COMPILE_S = 10.0
-"""What a client's constraint may take to compile, its wait for those before it included."""
+"""What a client's constraint may take to compile, and may wait for those before it, together."""
+
+SMALL_BYTES = 4096
+"""Constraints with texts up to here have a compiling thread of their own: they never wait for a large one."""
 
 MAX_COMPILING = 32
 """Constraints that wait for the compiler, in one front end. More are told to come again."""
@@ -170,10 +173,13 @@ class Grammars:
         self._vocabulary = max(vocabulary, tokenizer.vocabulary)  # a tokenizer may have ids that its model lacks
         self._end_ids = [token for token in end_ids if token < self._vocabulary]
         self._prepared: LLTokenizer | None = None  # takes up to a second: made when it is first needed
+        self._preparing = threading.Lock()
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._cached_bytes = 0
         self._compiling: dict[Constraint, asyncio.Future[Grammar]] = {}
-        self._worker: ThreadPoolExecutor | None = None  # made when it is first needed
+        self._awaited: Counter[Constraint] = Counter()  # by how many
+        self._begun: set[Constraint] = set()  # of those in `_compiling`, and of those that nobody waits for any more
+        self._workers: dict[bool, ThreadPoolExecutor] = {}  # by whether the text is small; made when first needed
 
     def cached(self, constraint: Constraint) -> Grammar | None:
         """The grammar, if it is there already."""
@@ -187,21 +193,36 @@ class Grammars:
         if (grammar := self.cached(constraint)) is not None:
             return grammar
         if (compiling := self._compiling.get(constraint)) is None:
-            if self._worker is None:
-                self._worker = thread_with_deep_stack("grammars")
-            loop = asyncio.get_running_loop()
-            compiling = loop.run_in_executor(self._worker, self._compile, constraint)
+            worker = self._worker_for(constraint)
+            compiling = asyncio.get_running_loop().run_in_executor(worker, self._compile_in_turn, constraint)
             self._compiling[constraint] = compiling
             compiling.add_done_callback(lambda done: self._compiled(constraint, done))
-        return await asyncio.shield(compiling)
+        self._awaited[constraint] += 1
+        try:
+            return await asyncio.shield(compiling)
+        finally:
+            self._awaited[constraint] -= 1
+            if not self._awaited[constraint]:
+                del self._awaited[constraint]
+                if constraint not in self._begun and not compiling.done():  # everybody left: it need not begin
+                    del self._compiling[constraint]
+                    compiling.cancel()
+
+    def _worker_for(self, constraint: Constraint) -> ThreadPoolExecutor:
+        is_small = len(constraint.text) <= SMALL_BYTES
+        if (worker := self._workers.get(is_small)) is None:
+            worker = self._workers[is_small] = thread_with_deep_stack("grammars" if is_small else "large_grammars")
+        return worker
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises GrammarRefused if a client's constraint cannot be kept to, or only after too long; QueueFull."""
+        """Raises GrammarRefused if a constraint cannot be kept to or takes too long; QueueFull if others take it."""
         if self.cached(constraint) is None and len(self._compiling) >= MAX_COMPILING:
             raise QueueFull(f"{MAX_COMPILING} grammars are waiting to be compiled: try again later", retry_after_s=1)
         try:
             await asyncio.wait_for(self.compile(constraint), COMPILE_S)
         except TimeoutError:
+            if constraint not in self._begun:
+                raise QueueFull("other grammars are being compiled: try again later", retry_after_s=1) from None
             raise GrammarRefused(f"compiling it takes more than {COMPILE_S:g} s") from None
 
     def forget(self, constraint: Constraint) -> None:
@@ -210,12 +231,15 @@ class Grammars:
             self._cached_bytes -= len(constraint.text)
 
     def close(self) -> None:
-        """Let the thread end. Idempotent."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end. Idempotent."""
+        for worker in self._workers.values():
+            worker.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, constraint: Constraint, done: "asyncio.Future[Grammar]") -> None:
-        del self._compiling[constraint]
+        if self._compiling.get(constraint) is done:
+            del self._compiling[constraint]
+        if constraint not in self._compiling:
+            self._begun.discard(constraint)
         if done.cancelled() or done.exception() is not None:
             return
         self._cache[constraint] = done.result()
@@ -224,12 +248,17 @@ class Grammars:
             oldest, _ = self._cache.popitem(last=False)
             self._cached_bytes -= len(oldest.text)
 
-    # --- in the thread
+    # --- in the threads
+
+    def _compile_in_turn(self, constraint: Constraint) -> Grammar:
+        self._begun.add(constraint)
+        return self._compile(constraint)
 
     def _compile(self, constraint: Constraint) -> Grammar:
         source = _source_of(constraint)
-        if self._prepared is None:
-            self._prepared = self._prepare()
+        with self._preparing:
+            if self._prepared is None:
+                self._prepared = self._prepare()
         matcher = LLMatcher(self._prepared, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarRefused(_told(matcher.get_error()))
