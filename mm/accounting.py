@@ -36,7 +36,7 @@ def information(memory: "MemoryManager") -> MemoryInformation:
         page_size=memory.page_size,
         cached_frames=memory.lru.idle_pages,
         copying_frames=memory.frames.usable - memory.frames.free_frames - active - memory.lru.idle_pages,
-        pinned_frames=memory.pins.pages,
+        pinned_frames=memory.pins.count_frames(),
         available_frames=memory.available_frames,
         committed_frames=memory.ledger.committed,
         commit_limit=memory.ledger.limit(memory.pins.pages),

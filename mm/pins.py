@@ -79,6 +79,10 @@ class PrefixPins:
         self._next_expiry_s = min(left, default=float("inf"))
         return ended
 
+    def count_frames(self) -> int:
+        """Frames that are pinned, however many pins each has."""
+        return len(set().union(*(map(int, pin.frames) for pin in self.held.values())))
+
     def pages_of(self, owner: str) -> int:
         """Pages that `owner` holds, each counted once for each of its pins."""
         return sum(len(pin.frames) for pin in self.held.values() if pin.owner == owner)

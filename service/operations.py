@@ -125,13 +125,15 @@ class Operations:
         }
 
     def check_all_still_fit(self, tokens_of: Callable[[str], int]) -> None:
-        """Raises BadRequest if an open Sequence could not run alone, where tokens_of(tenant) are what one may hold."""
+        """Raises BadRequest if an open Sequence could not run alone, where tokens_of(tenant) are what one may hold.
+
+        A search is asked for one of its beams: if all do not fit, it ends with what it has (rule 10 of the scheduler).
+        """
         page_size = self.inside.memory.page_size
         for sequence in all_sequences(self.inside.engine.scheduler):
             if sequence.state is State.CHOICE:
                 continue
-            width = 1 if sequence.group is None else sequence.group.search.width
-            needed = width * pages_for(sequence.limit, page_size) * page_size
+            needed = pages_for(sequence.limit, page_size) * page_size
             if needed > tokens_of(sequence.tenant):
                 raise BadRequest(
                     f"sequence {name_of(sequence)} may come to hold {needed} tokens, and could not run then: abort it "

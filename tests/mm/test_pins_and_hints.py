@@ -33,6 +33,17 @@ def test_a_pinned_prefix_outlives_any_need() -> None:
     assert house.lookup([*prompt, 1]).cached_tokens == 0
 
 
+def test_a_frame_that_several_pin_is_one_pinned_frame() -> None:
+    house, prompt = House(frames=16), tokens(2 * P, 1)
+    house.run(prompt)
+    assert house.memory.information().pinned_frames == 0
+    for owner in ("x", "y"):
+        house.memory.pin(chain(house, prompt), owner)
+    assert house.memory.information().pinned_frames == 2
+    assert house.memory.pins.pages == 4, "what quotas and limits bound"
+    house.check()
+
+
 def test_a_pin_ends_when_its_time_is_over() -> None:
     house, prompt = House(frames=16), tokens(2 * P, 1)
     house.run(prompt)
