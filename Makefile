@@ -25,8 +25,9 @@ export VENV PYTHON TORCH_INDEX
 
 COMPAT := .venv-compat
 LOAD ?=
+MINUTES ?= 1.5
 
-.PHONY: help serve test test-compat check format soak bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
+.PHONY: help serve test test-compat check format soak soak-mix bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -56,6 +57,9 @@ format: $(DEV)  ## Format the code, and mend what ruff can mend
 
 soak: $(DEV)  ## Run the tests that take minutes or measure times
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "soak and not gpu" $(ARGS)
+
+soak-mix: $(DEV)  ## Run a random mix of everything with faults, each answer checked, for MINUTES
+	MINUTES=$(MINUTES) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests/faults/test_soak_mix.py -m soak $(ARGS)
 
 bench-cpu: $(DEV)  ## Measure this server beside transformers, on the CPU; prints one line of JSON last
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m bench.cpu $(ARGS)
