@@ -286,7 +286,7 @@ class Server:
             dtype=assembly.dtype,
             kernels=assembly.kernels,
             url=self._url(),
-            admin=f"http://{url_host(self.settings.admin_host)}:{self.admin_port}/admin/v1/meminfo",
+            admin=f"http://{url_host(self.settings.admin_host)}:{self.admin_port}/admin/",
             max_model_len=limits.max_model_len,
             largest_request_tokens=limits.request_tokens(DEFAULT_TENANT),
             frames=frames,

@@ -1,6 +1,6 @@
 // Time lines, drawn by uPlot (vendor/) from the pulse: gauges as they are, counters as differences between two events.
 
-import { byId, color, count, el, milliseconds, say, short } from "./dom.js";
+import { byId, clock, color, count, el, milliseconds, say, short } from "./dom.js";
 import { follow } from "./server.js";
 
 const KEPT_S = 900;
@@ -41,7 +41,12 @@ const CHARTS = [
     ],
     write: short,
   },
-  { title: "Prefix cache hit rate", lines: [["hits", "--line-2", (now, since) => since.share("prefix_hit", "prefix_query")]], write: percent, max: 100 },
+  {
+    title: "Prefix cache hit rate",
+    lines: [["hits", "--line-2", (now, since) => since.share("prefix_hit", "prefix_query")]],
+    write: percent,
+    max: 100,
+  },
   {
     title: "Pages per second: swap, evictions",
     lines: [
@@ -125,9 +130,11 @@ function write(i, at) {
 
 const figures = CHARTS.map((chart) => chart.lines.map(() => el("b", {})));
 
+const axisFigure = (value) => (value >= 10_000 ? `${value / 1000}k` : String(value));
+
 function options(chart, i, width) {
-  const axis = { stroke: color("--quiet"), grid: { stroke: color("--rule"), width: 1 }, ticks: { show: false } };
   const font = "11px system-ui, sans-serif";
+  const axis = { font, stroke: color("--quiet"), grid: { stroke: color("--rule"), width: 1 }, ticks: { show: false } };
   const top = (low, high) => (chart.max ?? (high > 0 ? 1.1 * high : 1));
   return {
     width,
@@ -137,8 +144,8 @@ function options(chart, i, width) {
     cursor: { sync: { key: "time" }, y: false, points: { size: 5 } },
     scales: { x: { time: true }, y: { range: (plot, low, high) => [0, top(low, high)] } },
     axes: [
-      { ...axis, font, size: 20, gap: 4, space: 70, values: (plot, at) => at.map((ts) => new Date(1000 * ts).toLocaleTimeString("en-GB").slice(0, shown_s > 120 ? 5 : 8)) },
-      { ...axis, font, size: 44, gap: 4, space: 22, values: (plot, at) => at.map((value) => (value >= 10_000 ? `${value / 1000}k` : String(value))) },
+      { ...axis, size: 20, gap: 4, space: 70, values: (plot, at) => at.map(clock) },
+      { ...axis, size: 44, gap: 4, space: 22, values: (plot, at) => at.map(axisFigure) },
     ],
     series: [
       {},

@@ -198,6 +198,7 @@ function listen() {
     });
   form("set-priority", "priority", (data) => ({ priority: Number(data.get("priority")) }));
   form("set-oom", "oom_score_adj", (data) => ({ oom_score_adj: Number(data.get("oom_score_adj")) }));
+  form("save-checkpoint", "checkpoint", (data) => ({ path: data.get("path") }));
   form("set-advice", "madvise", (data) => ({ advice: data.get("advice") }));
 }
 

@@ -120,11 +120,20 @@ function makeCache(refresh) {
   };
 }
 
-function cacheActions(row, refresh) {
-  const pin = button("Pin", () => pinHash(row.hash, row.tenant, refresh), { "aria-label": `Pin the prefix that ends with ${row.hash}` });
-  const box = el("span", { class: "actions" }, pin);
-  if (row.frame !== null) box.append(button("On the map", () => showFrameOnMap(row.frame), { "aria-label": `Frame ${row.frame} on the map` }));
-  return box;
+function cacheActions(first, refresh) {
+  const row = (event) => event.currentTarget.closest("tr").row; // as it is now: a page may have moved
+  const pin = (event) => pinHash(row(event).hash, row(event).tenant, refresh);
+  const show = (event) => {
+    const { frame, slot } = row(event);
+    if (frame === null) tell(`This page is in swap, in slot ${slot}`);
+    else showFrameOnMap(frame);
+  };
+  return el(
+    "span",
+    { class: "actions" },
+    button("Pin", pin, { "aria-label": `Pin the prefix that ends with ${first.hash}` }),
+    button("On the map", show, { "aria-label": `${first.hash} on the map` }),
+  );
 }
 
 async function pinHash(hash, tenant, refresh) {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from http_house import Answer, Server, Start
 
-from service.admin_bodies import BODIES
+from service.api import ADMIN_ROUTES
 from service.page_files import FOLDER, files
 
 OWN = [path for path in FOLDER.rglob("*") if path.is_file() and "vendor" not in path.parts]
@@ -62,8 +62,10 @@ def test_every_module_that_is_imported_is_there() -> None:
             assert (FOLDER / name).is_file(), (path.name, name)
 
 
-def test_every_action_can_be_taken_from_the_page() -> None:
+def test_every_action_but_restore_which_answers_with_text_can_be_taken_from_the_page() -> None:
     text = "\n".join(path.read_text("utf-8") for path in OWN if path.suffix == ".js")
-    for path in BODIES:
+    actions = {path.removeprefix("/admin/v1/") for method, path, _, _ in ADMIN_ROUTES if method == "POST"}
+    assert len(actions) > 10
+    for path in actions - {"restore"}:
         verb = path.removeprefix("sequences/{of}/")
         assert "tenants/${" in text if path == "tenants/{of}" else f'"{verb}"' in text, path
