@@ -5,7 +5,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No test asserts a time: an example that is slow on a busy machine is no failure.
+hypothesis.settings.register_profile("pagewalk", deadline=None)
+hypothesis.settings.load_profile("pagewalk")
 
 NEAR_TIE = 1e-3
 """Where the two largest logits are closer than this, another order of additions may rightly choose the other one."""
