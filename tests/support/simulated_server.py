@@ -8,6 +8,7 @@ from simulated_executor import VOCABULARY, SimulatedExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from mm import MemoryManager
+from service.checkpoint_file import ModelIdentity
 from service.engine import Engine
 from service.engine_client import EngineClient, Limits
 from service.loading import Loaded
@@ -37,6 +38,7 @@ def simulated(folder: Path = Path("/nowhere")) -> Loaded:
         dtype="float32",
         kernels="simulated",
         weights_bytes=1,
+        model_identity=ModelIdentity("Simulated", 1, 1, 4, VOCABULARY, "int64", 16, "c", "w"),
     )
     tokenizer = tiny_tokenizer.__wrapped__()  # its own: the server closes it
     return Loaded("tiny", "/models/tiny", tokenizer, assembly, TokenizerFiles(str(folder), None, VOCABULARY))
