@@ -230,8 +230,8 @@ async def test_where_there_is_no_room_for_all_pages_at_once_they_are_computed(tm
     number = house.submit(PROMPT, 60)
     while len(house.tokens.get(number, [])) < 40:
         await house.step()
+    house.do("sequences/{of}/pause", f"0.{number}")  # first: while the file is written, it would go on to its end
     after = await house.save(number)
-    house.do("sequences/{of}/pause", f"0.{number}")
     again, restored = await house.restore()
     await house.end(again)
     assert restored.tokens + house.tokens[again] == PROMPT + expected_output(PROMPT, 60)
