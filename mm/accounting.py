@@ -166,12 +166,6 @@ def working_set(memory: "MemoryManager") -> WorkingSet:
     )
 
 
-def events(memory: "MemoryManager", last: int, owner: str | None) -> list[Event]:
-    """The last events, oldest first; of one owner, if asked for."""
-    found = [_event(memory, number) for number, _, _ in memory.recorder.last(last)]
-    return [event for event in found if owner is None or event.owner == owner]
-
-
 def find_events(
     memory: "MemoryManager",
     most: int,

@@ -95,10 +95,7 @@ class BackingStore:
             size = min(self._most - place * self._slots_a_chunk, self._slots_a_chunk)
             try:
                 chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
-            except (
-                MemoryError,
-                RuntimeError,
-            ) as error:  # the second is torch's word for memory that cannot be had or locked
+            except (MemoryError, RuntimeError) as error:  # torch's word for what cannot be had or locked is the second
                 why = (str(error) or "no memory").splitlines()[0]
                 log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, why)
                 with self._changed:

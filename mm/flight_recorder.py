@@ -3,7 +3,6 @@
 A ring of fixed size in plain arrays; an event is a few array writes, and a step's allocations are written at once.
 """
 
-from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -102,8 +101,3 @@ class FlightRecorder:
         """(time, [step, kind, serial, tenant, place, count]) of a kept event."""
         place = number % self.capacity
         return float(self._times[place]), [view[place] for view in self._views]
-
-    def last(self, count: int) -> Iterator[tuple[int, float, list[int]]]:
-        """(number, time, [step, kind, serial, tenant, place, count]) of the last `count` events, oldest first."""
-        for number in range(max(0, self.recorded - min(count, self.capacity)), self.recorded):
-            yield number, *self.at(number)

@@ -639,10 +639,6 @@ class MemoryManager:
         """Whether memory is large enough for what comes back."""
         return accounting.working_set(self)
 
-    def events(self, last: int = 1_000, owner: str | None = None) -> list[Event]:
-        """The last events of memory, oldest first; of one owner, if asked for."""
-        return accounting.events(self, last, owner)
-
     def find_events(
         self,
         most: int,

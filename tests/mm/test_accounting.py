@@ -92,11 +92,11 @@ def test_the_recorder_tells_what_happened_to_whom_and_when() -> None:
     house.run(tokens(3 * P, 1), tenant="a")
     house.memory.turn(2.0, 12)
     house.start(tokens(3 * P, 2), tenant="b")
-    evictions = [event for event in house.memory.events() if event.kind == "evict"]
+    evictions = [event for event in house.memory.find_events(1_000) if event.kind == "evict"]
     assert [(event.step, event.now, event.owner, event.tenant) for event in evictions] == [
         (12, 2.0, "request 1", "a")
     ] * 2
-    mine = house.memory.events(owner="request 2")
+    mine = house.memory.find_events(1_000, owner="request 2")
     assert [event.kind for event in mine] == ["allocate"] * 3
 
 
@@ -107,15 +107,16 @@ def test_the_recorder_keeps_the_last_events_around_its_end() -> None:
     frames = np.arange(100, 106, dtype=np.int32)
     recorder.record_frames(EventKind.ALLOCATE, np.full(6, 2), np.zeros(6, np.int32), frames)
     assert recorder.recorded == 11
-    assert [fields[4] for _, _, fields in recorder.last(100)] == [3, 4, 100, 101, 102, 103, 104, 105]
-    assert [number for number, _, _ in recorder.last(2)] == [9, 10]
+    kept = recorder.find().tolist()
+    assert [recorder.at(number)[1][4] for number in kept] == [3, 4, 100, 101, 102, 103, 104, 105]
+    assert kept[-2:] == [9, 10]
 
 
 def test_a_refused_allocation_is_recorded() -> None:
     house = House(frames=2)
     with pytest.raises(Exception, match="needs 3 frames"):
         house.start(tokens(3 * P, 1))
-    event = house.memory.events()[-1]
+    event = house.memory.find_events(1)[-1]
     assert (event.kind, event.owner, event.place, event.count) == ("deny", "request 1", 2, 3)
     assert house.memory.counters().deny == 1
 

@@ -114,7 +114,7 @@ def test_the_same_trace_gives_the_same_decisions() -> None:
         house = House(frames=20, rows=8, slots=10, costs=CostEstimates(1e-4, 1e-4))
         load = Load(house, jobs_of(20, forks=1, seed=3), seed=3)
         load.run(most_steps=4_000)
-        return list(house.memory.events(100_000))
+        return list(house.memory.find_events(100_000))
 
     first, second = record(), record()
     assert len(first) > 500
