@@ -78,4 +78,4 @@ WORKDIR /home/router
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8080/health', timeout=4)"]
-ENTRYPOINT ["python3", "-m", "vllm_router.launch_router", "--host", "0.0.0.0", "--port", "8080", "--prometheus-host", "0.0.0.0", "--prometheus-port", "29000", "--policy", "cache_aware"]
+ENTRYPOINT ["python3", "-m", "vllm_router.launch_router", "--host", "0.0.0.0", "--port", "8080", "--prometheus-host", "0.0.0.0", "--prometheus-port", "29000"]

@@ -20,15 +20,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A tiny model with random weights and a short context, for what sends a lot."""
-    folder = tmp_path_factory.mktemp("tiny")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of random weights."""
+    folder = tmp_path_factory.mktemp("tiny_model")
     make = "import sys; from pathlib import Path; from tiny_model import write_tiny_model as w; w(Path(sys.argv[1]))"
-    (folder / "model").mkdir()
     search = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    python("-c", make, str(folder / "model"), PYTHONPATH=search)
+    python("-c", make, str(folder), PYTHONPATH=search)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
+    """A tiny model and a short context, for what sends a lot."""
     tiny = ["--load-format", "dummy", "--max-model-len", "128", "--kv-cache-memory-bytes", "8MiB"]
-    with serving(folder, str(folder / "model"), *tiny) as served:
+    with serving(tmp_path_factory.mktemp("tiny"), str(tiny_model), *tiny) as served:
         yield served
 
 

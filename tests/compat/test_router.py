@@ -2,8 +2,6 @@
 
 import http.client
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -110,7 +108,7 @@ def test_prompts_that_begin_alike_go_to_one_server(router: Router) -> None:
 def test_a_server_that_is_killed_is_survived(router: Router) -> None:
     """Until the router has noticed, requests that went there fail (clients try those again); then none does."""
     assert {router.complete(topic) for topic in TOPICS} == {200}
-    os.kill(router.replicas[0].pid, signal.SIGKILL)
+    router.replicas[0].kill()
     end = time.monotonic() + NOTICED_S
     while any(router.complete(f"{topic} again") != 200 for topic in TOPICS):
         assert time.monotonic() < end

@@ -119,7 +119,7 @@ def test_a_profile_starts_its_server_and_no_other() -> None:
 def test_the_router_knows_the_replicas_of_either_kind() -> None:
     services = COMPOSE["services"]
     addresses = [f"http://{name}:8000" for name in ("replica-1", "replica-2")]
-    assert services["router"]["command"] == ["--worker-urls", *addresses]
+    assert services["router"]["command"][:3] == ["--worker-urls", *addresses]
     for kind in ("gpu", "cpu"):
         aliases = [services[f"replica-{kind}-{number}"]["networks"]["default"]["aliases"] for number in (1, 2)]
         assert aliases == [["replica-1"], ["replica-2"]]

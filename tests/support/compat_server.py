@@ -19,13 +19,20 @@ KEY = "sk-compat"
 PATIENCE_S = 300.0  # the first start converts the demo model
 
 
-@dataclass(frozen=True)
+@dataclass
 class Served:
     """A server that is ready."""
 
     port: int
     key: str
     model: str
+    process: subprocess.Popen[bytes]
+    is_killed: bool = False
+
+    def kill(self) -> None:
+        """At once: its end is no fault then."""
+        self.is_killed = True
+        self.process.kill()
 
     @property
     def root(self) -> str:
@@ -34,6 +41,13 @@ class Served:
     @property
     def base_url(self) -> str:
         return f"{self.root}/v1"
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def python(*arguments: str, **environ: str) -> str:
@@ -46,9 +60,7 @@ def python(*arguments: str, **environ: str) -> str:
 @contextmanager
 def serving(folder: Path, model: str, *arguments: str) -> Iterator[Served]:
     """`pagewalk serve` with one key, until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ports = ["--port", str(port), "--admin-port", "0", "--api-key", KEY, "--served-model-name", "served"]
     log = folder / "server.log"
     with log.open("w") as out:
@@ -57,12 +69,13 @@ def serving(folder: Path, model: str, *arguments: str) -> Iterator[Served]:
         )
     try:
         end = time.monotonic() + PATIENCE_S
-        while not _is_ready(port):
+        while not is_ready(port):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.2)
-        yield Served(port, KEY, "served")
-        assert process.poll() is None, log.read_text()
+        served = Served(port, KEY, "served", process)
+        yield served
+        assert served.is_killed or process.poll() is None, log.read_text()
     finally:
         process.terminate()
         process.wait(60)
@@ -70,10 +83,11 @@ def serving(folder: Path, model: str, *arguments: str) -> Iterator[Served]:
     assert "handler failed" not in log.read_text()
 
 
-def _is_ready(port: int) -> bool:
+def is_ready(port: int, path: str = "/ready") -> bool:
+    """Whether whoever listens there says 200."""
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.request("GET", "/ready")
+        connection.request("GET", path)
         response = connection.getresponse()
         response.read()
         connection.close()
