@@ -82,7 +82,6 @@ class ThinkingReader:
     def __init__(self, marks: ThinkingMarks, *, is_open: bool) -> None:
         self._marks = marks
         self._is_inside = is_open
-        self._has_begun = is_open
         self._held = ""
         self._skips_space = is_open  # white space behind a mark
         self._pushed = 0  # characters
@@ -94,7 +93,7 @@ class ThinkingReader:
         if self._is_inside and not (self._held or self._skips_space or is_last) and is_settled(text, self._marks.end):
             return text, ""
         self._held += text
-        if self.characters is None and not self._has_begun:
+        if self.characters is None and not self._is_inside:
             self._begin(is_last)
         reasoning = self._inside(is_last) if self._is_inside else ""
         if self.characters is None:
@@ -114,9 +113,9 @@ class ThinkingReader:
         text = self._held.lstrip()
         if text.startswith(self._marks.begin):
             self._held = text[len(self._marks.begin) :]
-            self._has_begun = self._is_inside = self._skips_space = True
+            self._is_inside = self._skips_space = True
         elif is_last or not self._marks.begin.startswith(text):
-            self._has_begun, self.characters = True, 0
+            self.characters = 0
 
     def _inside(self, is_last: bool) -> str:
         if self._skips_space:

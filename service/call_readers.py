@@ -100,6 +100,7 @@ class CallReader:
         self._skips_space = False
         self._nesting = JsonNesting()
         self._scanned = 0  # characters of `_held` that `_nesting` has seen
+        self._arguments_end = 0  # the depth behind a call's arguments
         self._state: Callable[[list[Part]], bool] = self._read_content
 
     def push(self, text: str) -> list[Part]:
@@ -181,6 +182,7 @@ class CallReader:
         parts.append(self._started(name))
         parts.append(CallArguments(self.calls - 1, "{"))
         self._held = self._held[end:]
+        self._arguments_end = self._nesting.depth - 1
         self._state = self._read_arguments
         return True
 
@@ -193,11 +195,6 @@ class CallReader:
                 return self._end_call()
             self._state = self._read_call_end
         return end >= 0
-
-    @property
-    def _arguments_end(self) -> int:
-        """The depth behind the arguments."""
-        return 1
 
     def _read_call_end(self, parts: list[Part]) -> bool:
         """The rest of the object around the arguments."""
@@ -310,22 +307,17 @@ class MistralReader(CallReader):
     def __init__(self, names: frozenset[str], most: int | None = None) -> None:
         super().__init__(names, most)
         self._is_in_list = False
-        self._is_named = False  # its arguments stand alone
-
-    @property
-    def _arguments_end(self) -> int:
-        return 0 if self._is_named else 1
 
     def _read_head(self, parts: list[Part]) -> bool:
         self._open_space()
         if not self._held:
             return False
-        self._is_in_list, self._is_named = self._held[0] == "[", self._held[0] not in "[{"
+        self._is_in_list = self._held[0] == "["
         if self._is_in_list:
             self._opened, self._held = self._opened + "[", self._held[1:]
             self._enter(self._read_item)
             return True
-        return self._read_named(parts) if self._is_named else self._read_object(parts)
+        return self._read_object(parts) if self._held[0] == "{" else self._read_named(parts)
 
     def _read_item(self, parts: list[Part]) -> bool:
         self._open_space()

@@ -54,7 +54,8 @@ def _check_alone(asked: tuple[Constraint, str] | None, other: str) -> None:
 
 def _tools(body: ChatBody) -> list[CallableTool]:
     """Those that may be called. Schemas count where a call must come, and of strict tools. Raises BadRequest."""
-    tools = [tool for tool in body.offered_tools if tool.function.name in body.callable_names]
+    names = body.callable_names
+    tools = [tool for tool in body.offered_tools if tool.function.name in names]
     return [_tool(tool, is_held=body.must_call or bool(tool.function.strict)) for tool in tools]
 
 

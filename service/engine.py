@@ -408,8 +408,8 @@ class Engine:
         self._unread_tokens -= len(message.prompt_ids)
 
     def _refuse(self, message: Submit, front_end: int, why: str, retry_after_s: int | None = None) -> None:
-        ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
-        refused = [Ended(id_, "error", why, retry_after_s, is_refused=retry_after_s is None) for id_ in ids]
+        is_refused = retry_after_s is None
+        refused = [Ended(id_, "error", why, retry_after_s, is_refused=is_refused) for id_ in message.sequence_ids]
         self._deliver(front_end, TokenBatch(self._step, [], [], refused))
 
     def _release(self, held: Held) -> None:
@@ -482,8 +482,7 @@ class Engine:
         keys = [each.key for each in self.scheduler.open_sequences() if each.owner == owner and each.request_id in ids]
         for front_end, message in self._unseen():
             if message.owner == owner and message.request_id in ids:
-                keys.append((front_end, message.sequence_id))
-                keys += [(front_end, sibling.sequence_id) for sibling in message.siblings]
+                keys += [(front_end, sequence_id) for sequence_id in message.sequence_ids]
         for front_end, sequence_id in keys:
             self.post(front_end, Abort(sequence_id))
         return len(keys)

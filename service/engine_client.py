@@ -79,6 +79,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     timeout_s: float | None = None  # from now; then each choice ends with what it has, reason "timeout"
     constraint: Constraint | None = None  # of each choice's output; not with beam_search
 
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Its own, then those of its siblings."""
+        return [self.sequence_id, *(sibling.sequence_id for sibling in self.siblings)]
+
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """The client has left, or the request was aborted: release everything. Ignored if it has ended."""
@@ -360,8 +365,7 @@ class EngineClient:
         """
         self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
         self.check_admission(len(sinks), len(message.prompt_ids))
-        ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
-        self._sinks.update(zip(ids, sinks, strict=True))
+        self._sinks.update(zip(message.sequence_ids, sinks, strict=True))
         self._engine.post(self._front_end, message)
 
     def expect(self, sequence_id: int, sink: TokenSink) -> None:

@@ -182,7 +182,7 @@ class Desk:
                 self.failure = message.message
 
     def _submit(self, message: Submit, engine: EngineSide) -> None:
-        ids = [message.sequence_id, *(sibling.sequence_id for sibling in message.siblings)]
+        ids = message.sequence_ids
         self._taken += len(ids)
         self._taken_tokens += len(message.prompt_ids)
         if engine.state == "dead":

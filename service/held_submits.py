@@ -22,10 +22,6 @@ class Held:
     refusal: str = ""
     later: list[Message] = field(default_factory=list)
 
-    @property
-    def sequence_ids(self) -> list[int]:
-        return [self.message.sequence_id, *(sibling.sequence_id for sibling in self.message.siblings)]
-
 
 class HeldSubmits:
     """Those of one engine. For its event loop."""
@@ -44,7 +40,7 @@ class HeldSubmits:
         """Keep a Submit that has a constraint until its grammar is compiled."""
         assert message.constraint is not None
         held = Held(front_end, message, now)
-        self._held.update({(front_end, sequence_id): held for sequence_id in held.sequence_ids})
+        self._held.update({(front_end, sequence_id): held for sequence_id in message.sequence_ids})
         if self.grammars is None:
             held.refusal = "this engine compiles no grammars"
         else:
@@ -65,7 +61,7 @@ class HeldSubmits:
 
     def take(self, held: Held) -> None:
         """It is held no more: the engine has it."""
-        for sequence_id in held.sequence_ids:
+        for sequence_id in held.message.sequence_ids:
             del self._held[held.front_end, sequence_id]
 
     def submits(self) -> list[tuple[int, Submit]]:

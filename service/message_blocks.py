@@ -9,9 +9,8 @@ with an empty text: there is nothing to check when it comes back.
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from service.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
+from service.messages import object_in
 
 
 class ContentBlocks:
@@ -69,16 +68,8 @@ class ContentBlocks:
                 block["thinking"] = said
                 events = self._delta({"type": "signature_delta", "signature": ""})
             case "tool_use":
-                block["input"] = _input_of(said)
+                block["input"] = object_in(said) or {}  # never text in this API: what is cut or malformed is empty
         events += self._event("content_block_stop", index=len(self.done))
         self.done.append(block)
         self._open, self._said = None, []
         return events
-
-
-def _input_of(arguments: str) -> dict[str, Any]:
-    """The object that a call's arguments are; in this API it is never text, so what is cut or malformed is empty."""
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return {}

@@ -80,14 +80,19 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _arguments(self, path: str) -> list[dict[str, Any]]:
         parsed = []
         for i, call in enumerate(self.tool_calls or []):
-            try:
-                parsed.append(msgspec.json.decode(call.function.arguments, type=dict[str, Any]))
-            except (msgspec.MsgspecError, RecursionError, UnicodeError):
+            if (arguments := object_in(call.function.arguments)) is None:
                 where = f"{path}.tool_calls[{i}].function.arguments"
-                raise BadRequest(
-                    f"arguments must be a JSON object in a string - at `{where}`", param="messages"
-                ) from None
+                raise BadRequest(f"arguments must be a JSON object in a string - at `{where}`", param="messages")
+            parsed.append(arguments)
         return parsed
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return None
 
 
 def check_tool_messages(messages: Sequence[ChatMessage]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from service.constraint import JsonSchemaFormat, ResponseFormat
 from service.errors import BadRequest, quoted
-from service.messages import ChatMessage, FunctionCall, ToolCall
+from service.messages import ChatMessage, FunctionCall, ToolCall, object_in
 from service.schema import Body, ChatBody
 from service.tools import Function, FunctionName, NamedChoice, Tool, ToolChoice
 
@@ -82,12 +82,8 @@ def _text(content: str | list[InputPart]) -> str:
 
 
 def _checked_object(arguments: str, path: str) -> str:
-    try:
-        msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        raise BadRequest(
-            f"arguments must be a JSON object in a string - at `{path}.arguments`", param="input"
-        ) from None
+    if object_in(arguments) is None:
+        raise BadRequest(f"arguments must be a JSON object in a string - at `{path}.arguments`", param="input")
     return arguments
 
 

@@ -58,10 +58,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self) -> None:
         """Everything that can be said without a tokenizer. Raises BadRequest or NotImplementedYet."""
-        for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise NotImplementedYet(f"{name} is not served by this version, got {quoted(value)}.", param=name)
+        if name := _first_beside(self, self.NEUTRAL):
+            given = quoted(getattr(self, name))
+            raise NotImplementedYet(f"{name} is not served by this version, got {given}.", param=name)
 
 
 class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -366,10 +365,8 @@ class ForkBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         super().check()
-        for name, neutral in NOT_IN_FORKS.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise BadRequest(f"{name} cannot be changed by a fork.", param=name)
+        if name := _first_beside(self, NOT_IN_FORKS):
+            raise BadRequest(f"{name} cannot be changed by a fork.", param=name)
         _check_range("choice", self.choice, 0, None, "at least 0")
         if self.top_logprobs and self.logprobs is not True:
             raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
@@ -473,6 +470,15 @@ def check_request_id(request_id: str) -> None:
         raise BadRequest(message, param="request_id")
 
 
+def _first_beside(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> str | None:
+    """The first of these fields that is neither null nor one of its neutral values."""
+    for name, values in neutral.items():
+        value = getattr(body, name)
+        if value is not None and value not in values:
+            return name
+    return None
+
+
 def _check_range(name: str, value: float | None, low: float, high: float | None, words: str) -> None:
     if value is not None and (value < low or (high is not None and value > high)):
         raise BadRequest(f"{name} must be {words}, got {quoted(value)}.", param=name)
@@ -539,10 +545,8 @@ _NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
 
 def _check_beams(body: GenerationBody) -> None:
     if not body.use_beam_search:
-        for name, neutral in _BEAM_FIELDS.items():
-            value = getattr(body, name)
-            if value is not None and value not in neutral:
-                raise BadRequest(f"{name} needs use_beam_search: true.", param=name)
+        if name := _first_beside(body, _BEAM_FIELDS):
+            raise BadRequest(f"{name} needs use_beam_search: true.", param=name)
         return
     _check_range("beam_width", body.beam_width, 2, MAX_BEAMS, f"2 to {MAX_BEAMS}")
     _check_range(
@@ -553,10 +557,8 @@ def _check_beams(body: GenerationBody) -> None:
     if body.choices_per_prompt > beams:
         message = f"n must be at most the number of beams, {beams}, got {body.choices_per_prompt}."
         raise BadRequest(message, param="n")
-    for name, taken in _NOT_WITH_BEAMS.items():
-        value = getattr(body, name)
-        if value is not None and value not in taken:
-            raise BadRequest(f"{name} cannot be used with use_beam_search.", param=name)
+    if name := _first_beside(body, _NOT_WITH_BEAMS):
+        raise BadRequest(f"{name} cannot be used with use_beam_search.", param=name)
     if body.top_choices is not None:
         raise BadRequest("logprobs cannot be used with use_beam_search.", param="logprobs")
 
