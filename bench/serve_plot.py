@@ -38,7 +38,8 @@ Line = list[tuple[float, float]]
 def lines(results: Iterable[Mapping[str, Any]], shape: str, times: Times) -> dict[tuple[str, str], Line]:
     """(whose, "p50" or "p99") -> its points, for runs with a rate; without the peer's if none is known."""
     found: dict[tuple[str, str], Line] = {}
-    paced = sorted((each["rate"], each[times]) for each in results if isinstance(each["rate"], float))
+    paced = [(each["rate"], each[times]) for each in results if isinstance(each["rate"], float)]
+    paced.sort(key=lambda run: run[0])
     for place, part in enumerate(("p50", "p99")):
         found["Pagewalk", part] = [(rate, each[part]) for rate, each in paced]
         if shape in VLLM:
@@ -56,15 +57,13 @@ def plot(results: Iterable[Mapping[str, Any]], shape: str, path: Path) -> None:
     results = list(results)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis, times in zip(axes, TITLES, strict=True):
-        highest = 0.0
-        for (whose, part), points in lines(results, shape, times).items():
+        drawn = lines(results, shape, times)
+        for (whose, part), points in drawn.items():
             style = "-" if part == "p50" else "--"
-            axis.plot(
-                *zip(*points, strict=True), style, marker="o", ms=4, label=f"{whose}, {part}", color=COLOURS[whose]
-            )
-            highest = max(highest, *(ms for _, ms in points))
-        least = min(ms for line in lines(results, shape, times).values() for _, ms in line)
-        if highest > 30 * least:
+            rates, heights = [rate for rate, _ in points], [ms for _, ms in points]
+            axis.plot(rates, heights, style, marker="o", ms=4, label=f"{whose}, {part}", color=COLOURS[whose])
+        shown = [ms for points in drawn.values() for _, ms in points]
+        if shown and max(shown) > 30 * min(shown):
             axis.set_yscale("log")
         else:
             axis.set_ylim(bottom=0)

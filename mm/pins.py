@@ -81,7 +81,8 @@ class PrefixPins:
 
     def count_frames(self) -> int:
         """Frames that are pinned, however many pins each has."""
-        return len(set().union(*(map(int, pin.frames) for pin in self.held.values())))
+        frames = [pin.frames for pin in self.held.values()]
+        return len(np.unique(np.concatenate(frames))) if frames else 0
 
     def pages_of(self, owner: str) -> int:
         """Pages that `owner` holds, each counted once for each of its pins."""

@@ -14,7 +14,7 @@ It knows no torch: how a graph is captured is an argument, so the tests run it w
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
@@ -80,30 +80,30 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
     """
     kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.CASCADE, CASCADE_SIZES)] if has_cascade else [])
     for kind, batches in kinds:
-        sizes = [size for size in batches if size < max_running] + [max_running]
+        sizes = _up_to(batches, max_running)
         first = set(_doubling(sizes))
         for size in sizes:
             yield GraphSize(kind, size, size), size in first
     token_sizes = [size for size in MIXED_TOKENS if size <= max_tokens]
     first = set(_doubling(token_sizes))
-    mixed = [
-        (tokens, sequences)
-        for tokens in token_sizes
-        for sequences in [size for size in MIXED_SEQUENCES if size < min(tokens, max_running)]
-        + [min(tokens, max_running)]
-    ]
+    mixed = [(tokens, size) for tokens in token_sizes for size in _up_to(MIXED_SEQUENCES, min(tokens, max_running))]
     for tokens, sequences in mixed:
         yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == min(tokens, max_running)
     if max_tokens > MIXED_TOKENS[-1]:
-        for sequences in [size for size in MIXED_SEQUENCES if size < max_running] + [max_running]:
+        for sequences in _up_to(MIXED_SEQUENCES, max_running):
             yield GraphSize(Kind.MIXED, max_tokens, sequences, least_tokens=int(LEAST_FULL * max_tokens)), False
     for kind, batches in kinds:
-        for size in [size for size in batches if size < max_running] + [max_running]:
+        for size in _up_to(batches, max_running):
             yield GraphSize(kind, size, size, weighs=False), False
-    for size in [size for size in DECODE_SIZES if size < max_running] + [max_running]:
+    for size in _up_to(DECODE_SIZES, max_running):
         yield GraphSize(Kind.LOGITS, size, size), False
     for tokens, sequences in mixed:
         yield GraphSize(Kind.MIXED_LOGITS, tokens, sequences), False
+
+
+def _up_to(sizes: Sequence[int], most: int) -> list[int]:
+    """Those of ascending `sizes` that are below `most`, and `most`."""
+    return [*(size for size in sizes if size < most), most]
 
 
 def _doubling(sizes: list[int]) -> Iterator[int]:

@@ -116,6 +116,11 @@ class StepPlan:
     was full before this step. Plans with the very same object have the same rows: what was prepared for it is valid."""
 
     @property
+    def prefill_tokens(self) -> int:
+        """Query tokens of prefill chunks."""
+        return len(self.token_ids) - self.decodes
+
+    @property
     def lengths(self) -> Int32Array:
         """(S,) keys and values that each row holds after this step."""
         return self.starts + np.diff(self.query_starts)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Write what the images install, with the hash of every file, into deploy/locks/{cpu,gpu}.txt. Made from pyproject.toml and
+# Write what the images install, with the hash of every file, into deploy/locks. cpu.txt and gpu.txt are made from pyproject.toml and
 # constraints.txt, for Linux on x86-64 and the Python of the images (Dockerfile). Needs uv: pip install uv
 #
 # torch's CPU build is not on PyPI: TORCH_CPU is where it is found, an index or a folder of wheels.

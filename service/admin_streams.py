@@ -25,7 +25,7 @@ from service.admin import VIEWS, look, query_of
 from service.errors import BadRequest, PagewalkError, QueueFull, quoted
 from service.front_end import FRONT_END, FrontEnd
 from service.middleware import Handler
-from service.questions import FrameBytes, Look, MapFrames, ViewQuery
+from service.questions import FrameBytes, MapFrames, ViewQuery
 from service.sse import DATA, END, HEADERS, EventStream, error_event
 
 MOST_STREAMS = 64
@@ -167,9 +167,7 @@ def stream_new(view: str, list_name: str, number: str) -> Handler:
 
         async def next_event() -> bytes | None:
             nonlocal after
-            body = await request.app[FRONT_END].engine.ask(
-                Look(view, query=msgspec.structs.replace(query, after=after))
-            )
+            body = await look(request, view, msgspec.structs.replace(query, after=after))
             facts: dict[str, Any] = msgspec.json.decode(body)
             if not facts[list_name]:
                 return None

@@ -129,12 +129,8 @@ def smaps(facts: Facts) -> str:
         "Rss": "rss", "Pss": "pss", "Shared_Clean": "shared_clean", "Private_Dirty": "private_dirty",
         "Referenced": "referenced", "Swap": "swap", "Committed": "committed",
     }  # fmt: skip
-    lines = (f"{title + ':':<16}{_number(facts[name]):>10} frames\n" for title, name in names.items())
+    lines = (f"{title + ':':<16}{_cell(facts[name]):>10} frames\n" for title, name in names.items())
     return head + "".join(lines) + f"{'Waste:':<16}{facts['waste_tokens']:>10} tokens\n"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def pagemap(facts: Facts) -> str:

@@ -8,9 +8,12 @@ happened: admin_trace.py.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from mm import ABSENT, MemoryManager, Namespace
 from mm.addresses import Int32Array
@@ -26,6 +29,7 @@ from mm.frame_views import (
     owners_of,
     page_hash,
     resident_and_proportional,
+    slot_states,
     use_counts,
 )
 from mm.statistics import TenantMemory
@@ -209,12 +213,12 @@ def audit(inside: Inside, asked: Look) -> Facts:
 def frames(inside: Inside, asked: Look) -> Facts:
     """/proc/kpageflags, a frame a line; ?state= ?order=frame|uses|references ?limit= ?offset=."""
     memory, query = inside.memory, asked.query
-    states = frame_map(memory).states & STATE_BITS
     chosen = np.arange(memory.frames.usable, dtype=np.int32)
     if query.state is not None:
         names = [state.name.lower() for state in FrameState]
         if query.state not in names:
             raise BadRequest(f"state is one of {', '.join(names)}, not {quoted(query.state)}", param="state")
+        states = frame_map(memory).states & STATE_BITS
         chosen = np.flatnonzero(states == FrameState[query.state.upper()]).astype(np.int32)
     chosen = _ordered(memory, chosen, query.order)[query.offset : query.offset + query.limit]
     return {"total": memory.frames.usable, "frames": frame_facts(memory, chosen, inside.engine.now)}
@@ -250,20 +254,22 @@ def frame(inside: Inside, asked: Look) -> Facts:
 def frames_summary(inside: Inside, asked: Look) -> Facts:
     """Frames and slots by state, and cached pages by how often they were found (pg_buffercache_usage_counts)."""
     found = frame_map(inside.memory)
-    by_state = np.bincount(found.states & STATE_BITS, minlength=len(FrameState)).tolist()
-    by_slot_state = np.bincount(found.slots, minlength=len(SlotState)).tolist()
     names = ("uses", "pages", "mapped", "clean")
     return {
-        "frames": {state.name.lower(): by_state[state] for state in FrameState},
-        "slots": {state.name.lower(): by_slot_state[state] for state in SlotState},
+        "frames": _by_state(found.states & STATE_BITS, FrameState),
+        "slots": _by_state(found.slots, SlotState),
         "usage_counts": [dict(zip(names, line, strict=True)) for line in use_counts(inside.memory)],
     }
+
+
+def _by_state(states: npt.NDArray[np.integer[Any]], kinds: type[IntEnum]) -> Facts:
+    counts = np.bincount(states, minlength=len(kinds)).tolist()
+    return {kind.name.lower(): counts[kind] for kind in kinds}
 
 
 def swaps(inside: Inside, asked: Look) -> Facts:
     """/proc/swaps, and whose pages are there."""
     memory, executor = inside.memory, inside.engine.executor
-    slots = frames_summary(inside, asked)["slots"]
     rows = memory.tables.rows_in_use()
     swapped = [(row, int(np.count_nonzero(memory.tables.mapped(row) < ABSENT))) for row in rows.tolist()]
     return {
@@ -271,7 +277,7 @@ def swaps(inside: Inside, asked: Look) -> Facts:
         "used": memory.swap.used_slots,
         "opened": memory.swap.opened,
         "slot_bytes": executor.frame_bytes,
-        "slots": slots,
+        "slots": _by_state(slot_states(memory), SlotState),
         "holders": [{"owner": memory.tables.owners[row], "slots": count} for row, count in swapped if count],
     }
 

@@ -235,7 +235,9 @@ def _cuda_executor(
         config,
         parameters,
         frames=frames,
-        most_frames=None if most is None else _frames_in(most, config, parameters, settings.page_size),
+        most_frames=None
+        if most is None
+        else _frames_in(most, config, parameters, settings.page_size, "kv_cache_max_memory_bytes"),
         utilization=settings.gpu_memory_utilization,
         max_running=sizes.running,
         max_rows=sizes.rows,
@@ -248,10 +250,16 @@ def _cuda_executor(
     return executor, executor.start_frames, min(executor.slots, swap_bytes // executor.frame_bytes)
 
 
-def _frames_in(size_bytes: int, config: ModelConfig, parameters: Parameters, page_size: int) -> int:
+def _frames_in(
+    size_bytes: int,
+    config: ModelConfig,
+    parameters: Parameters,
+    page_size: int,
+    setting: str = "kv_cache_memory_bytes",
+) -> int:
     one = frame_bytes(config, parameters.embedding.dtype, page_size)
     if size_bytes < one:
-        raise ConfigurationError(f"kv_cache_memory_bytes is {size_bytes}: one frame takes {one}")
+        raise ConfigurationError(f"{setting} is {size_bytes}: one frame takes {one}")
     return size_bytes // one
 
 

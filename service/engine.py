@@ -255,16 +255,17 @@ class Engine:
             await self._mask([], following)
         now = self._clock()
         committed = self.scheduler.commit(result, now)
-        if (prefilled := len(step.plan.token_ids) - step.plan.decodes) > step.plan.decodes:
-            self.scheduler.memory.costs.observe_prefill(prefilled, now - max(self._progress_s, step.submitted_s))
+        seconds = now - max(self._progress_s, step.submitted_s)
+        if (prefilled := step.plan.prefill_tokens) > step.plan.decodes:
+            self.scheduler.memory.costs.observe_prefill(prefilled, seconds)
         self._publish(step.plan.step, committed, now)
-        self._log_step(step, len(committed.tokens), now)
+        self._log_step(step.plan, len(committed.tokens), seconds, now)
         self._progress_s = now
         self._step = step.plan.step
         self._observer.step_ended(
             StepReport(
                 step=step.plan.step,
-                prefill_tokens=len(step.plan.token_ids) - step.plan.decodes,
+                prefill_tokens=prefilled,
                 decode_tokens=step.plan.decodes,
                 sampled_tokens=len(committed.tokens),
                 gaps_s=committed.gaps_s,
@@ -275,14 +276,14 @@ class Engine:
             )
         )
 
-    def _log_step(self, step: _InFlight, sampled: int, now: float) -> None:
-        scheduler, memory, plan = self.scheduler, self.scheduler.memory, step.plan
+    def _log_step(self, plan: StepPlan, sampled: int, seconds: float, now: float) -> None:
+        scheduler, memory = self.scheduler, self.scheduler.memory
         self.steps.append(
             StepEntry(
                 step=plan.step,
                 now=now,
-                seconds=now - max(self._progress_s, step.submitted_s),
-                prefill_tokens=len(plan.token_ids) - plan.decodes,
+                seconds=seconds,
+                prefill_tokens=plan.prefill_tokens,
                 decode_tokens=plan.decodes,
                 sampled_tokens=sampled,
                 batch=len(plan.rows),
@@ -379,9 +380,7 @@ class Engine:
             if sequence is None:
                 continue  # it ended while the message was on its way
             match message:
-                case Cancel():
-                    ended = self.scheduler.end(sequence, "abort", now)
-                case Abort():
+                case Cancel() | Abort():
                     ended = self.scheduler.end(sequence, "abort", now)
                 case Finish(at=at):
                     ended = self.scheduler.end(sequence, "stop", now, output=at)
@@ -452,13 +451,11 @@ class Engine:
         """What one request can hold has changed: front ends, and the engine, refuse by that from now on."""
         memory = self.scheduler.memory
         names = {*self.limits.tenant_request_tokens, *memory.limited_tenants}
-        limits = msgspec.structs.replace(
+        self.limits = msgspec.structs.replace(
             self.limits,
             max_request_tokens=memory.max_tokens_of(None),
             tenant_request_tokens={name: memory.max_tokens_of(name) for name in names},
         )
-        if limits != self.limits:
-            self.limits = limits
 
     def open_requests(self, owner: str) -> list[OpenRequest]:
         """The requests of an owner that have not ended, oldest first."""
@@ -593,7 +590,7 @@ class Engine:
         return EngineSnapshot(
             state=self._state,
             step=self._step,
-            uptime_s=self._clock() - self._started_s,
+            uptime_s=self.uptime_s,
             running=len(self.scheduler.sequences.running),
             swapped=len(self.scheduler.sequences.swapped),
             queue=self.queue,

@@ -30,7 +30,7 @@ def find_parent(scheduler: Scheduler, unread: Iterable[Submit], asked: FindParen
     parent = _choice_of(choices, asked.choice, name)
     if parent.state is State.CHOICE:
         raise BadRequest("A beam search cannot be forked: which beams it will give is not known before its end.")
-    if len(scheduler.sequences.tokens_of(parent)) == parent.prompt_tokens:
+    if scheduler.sequences.known(parent) == parent.prompt_tokens:
         raise _not_started(name)
     return Parent(parent.key, parent.request_id, parent.form, parent.sampling)
 

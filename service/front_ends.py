@@ -231,7 +231,7 @@ class FrontEnds:
         self._counts = counts
         self._engine: EngineSide | None = None
         self._serve: Serve | None = None
-        self._last_number = 1  # 0 and 1 are the engine's process' own (server.py)
+        self._last_number = 1  # 0 and 1 are the engine's process' own (loading.py)
         self._pause_s = 0.0
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from service.engine_client import OpenRequest, OpenSequence, SequenceState, Submit
 from service.request import Sequence, State
 from service.scheduler import Scheduler
-from service.sequences import row_of
 
 
 def open_requests(scheduler: Scheduler, unread: Iterable[Submit], owner: str, now: float) -> list[OpenRequest]:
@@ -29,18 +28,13 @@ def open_requests(scheduler: Scheduler, unread: Iterable[Submit], owner: str, no
 
 def describe(sequence: Sequence, scheduler: Scheduler) -> OpenSequence:
     """One choice, as far as it has come."""
-    known = len(sequence.tokens)
     state: SequenceState
     match sequence.state:
         case State.RUNNING:
-            known = int(scheduler.sequences.rows.known[row_of(sequence)])
             state = "prefill" if sequence.first_token_s is None else "decode"
         case State.SWAPPED:
-            known = int(scheduler.sequences.rows.known[row_of(sequence)])
             state = "swapped"
         case State.PAUSED:
-            if sequence.space is not None:
-                known = int(scheduler.sequences.rows.known[row_of(sequence)])
             state = "paused"
         case State.CHOICE:  # its beams have the tokens; which are its own is known at the end
             assert sequence.group is not None
@@ -51,7 +45,7 @@ def describe(sequence: Sequence, scheduler: Scheduler) -> OpenSequence:
         state=state,
         prompt_tokens=sequence.prompt_tokens,
         cached_tokens=sequence.cached_tokens,
-        output_tokens=max(0, known - sequence.prompt_tokens),
+        output_tokens=max(0, scheduler.sequences.known(sequence) - sequence.prompt_tokens),
         max_tokens=sequence.max_tokens,
         preemptions=sequence.preemptions,
     )

@@ -61,7 +61,7 @@ class StepWork:
         return cls(
             decodes=decodes,
             decode_keys=int(starts[:decodes].sum()) + decodes,
-            prompt_tokens=len(plan.token_ids) - decodes,
+            prompt_tokens=plan.prefill_tokens,
             prompt_keys=float((counts * (starts[decodes:] + counts / 2)).sum()),
         )
 

@@ -129,7 +129,6 @@ class Scheduler:
         self._victims = Victims(memory, self.sequences)
         self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
         self._committed_s = 0.0
-        self._oom_ends = 0  # of searches, where nothing could run (_give_way)
         self._waits_for_compute = False
         self.compute_pressure = PressureMeter()  # who waits for places and the budget of steps
         self._admission = Admission(
@@ -169,7 +168,7 @@ class Scheduler:
     @property
     def oom_ends(self) -> int:
         """Searches that ended for want of memory, since the start."""
-        return self._oom_ends + self._chooser.oom_ends
+        return self._chooser.oom_ends
 
     @property
     def preemptions(self) -> int:
@@ -184,11 +183,6 @@ class Scheduler:
     def has_place(self) -> bool:
         """Whether one more Sequence may run."""
         return self._admission.has_place
-
-    @property
-    def submitted_step(self) -> int:
-        """The last step that was put together."""
-        return self._step
 
     def let_go(self, rows: Int32Array) -> None:
         """Whoever has one of these rows gives up what it holds, and computes it again; a search as a whole."""
@@ -458,7 +452,7 @@ class Scheduler:
                 self.sequences.recompute(beam)
             self.sequences.put_first(oldest.beams)
         elif not self.sequences.put_first(oldest.beams):
-            self._oom_ends += 1
+            self._chooser.oom_ends += 1
             self._beams.finish(oldest, "length", now, self._ended)
         return True
 

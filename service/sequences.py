@@ -115,6 +115,10 @@ class Sequences:
         running = (each for each in self.running.values() if tenant is None or tenants[row_of(each)] == tenant)
         return min(running, key=lambda sequence: int(self.rows.arrival[row_of(sequence)]))
 
+    def known(self, sequence: Sequence) -> int:
+        """How many tokens the host knows of one that has not ended."""
+        return len(sequence.tokens) if sequence.space is None else int(self.rows.known[row_of(sequence)])
+
     def tokens_of(self, sequence: Sequence) -> Int32Array:
         """All that the host knows of one that has not ended: a copy."""
         if sequence.space is None:

@@ -109,14 +109,13 @@ def _loop(screen: Any, client: Client, interval_s: float) -> int:
     screen.timeout(200)  # the first picture has a difference to show
     while True:
         key = screen.getch()
-        pulse = client.facts("pulse")
-        picture = Picture(before, pulse, client.facts("sequences", limit=MOST_LINES))
-        chosen = max(0, min(chosen, len(picture.sequences) - 1))
         if key in (ord("q"), 27):
             return 0
-        if key in (curses.KEY_DOWN, curses.KEY_UP):
-            chosen += 1 if key == curses.KEY_DOWN else -1
-        elif key in (ord("p"), ord("k")) and picture.sequences:
+        pulse = client.facts("pulse")
+        picture = Picture(before, pulse, client.facts("sequences", limit=MOST_LINES))
+        chosen += {curses.KEY_DOWN: 1, curses.KEY_UP: -1}.get(key, 0)
+        chosen = max(0, min(chosen, len(picture.sequences) - 1))
+        if key in (ord("p"), ord("k")) and picture.sequences:
             message = _act(client, picture.sequences[chosen], chr(key))
         _draw(screen, picture, chosen, message)
         before = pulse if pulse["ts"] - before["ts"] >= interval_s / 2 else before

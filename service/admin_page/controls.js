@@ -1,19 +1,12 @@
 // What is done to the server as a whole: watermarks, overcommit, sizes, caches, drain; and the audit.
 
-import { attempt, byId, confirmed, count, say } from "./dom.js";
+import { attempt, byId, confirmed, count, onSubmit, say } from "./dom.js";
 import { act, view } from "./server.js";
 
 /** Fields of a form that are filled in, as numbers. */
 function numbers(form) {
   const given = [...new FormData(form)].filter(([, value]) => value.trim() !== "");
   return Object.fromEntries(given.map(([name, value]) => [name, Number(value)]));
-}
-
-function onSubmit(id, send) {
-  byId(id).addEventListener("submit", (event) => {
-    event.preventDefault();
-    send(event.target);
-  });
 }
 
 const DROPS = { 1: "the cached pages that nobody maps", 2: "the shadows of evicted pages", 3: "both" };

@@ -14,6 +14,16 @@ export function el(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
+export const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
+
+/** send(form) when a form is submitted. */
+export function onSubmit(id, send) {
+  byId(id).addEventListener("submit", (event) => {
+    event.preventDefault();
+    send(event.target);
+  });
+}
+
 /** Set text only where it changes, so that nothing is laid out again for nothing. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -97,11 +107,11 @@ export function answered(dialog) {
   });
 }
 
-/** Call f now and every interval while the tab can be seen and isWanted(); one call at a time. */
-export function poll(f, interval_ms, isWanted = () => true) {
+/** Call f now and every interval while the tab can be seen; one call at a time. */
+export function poll(f, interval_ms) {
   let isBusy = false;
   const turn = async () => {
-    if (isBusy || document.hidden || !isWanted()) return;
+    if (isBusy || document.hidden) return;
     isBusy = true;
     try {
       await f();
@@ -113,5 +123,4 @@ export function poll(f, interval_ms, isWanted = () => true) {
   };
   setInterval(turn, interval_ms);
   turn();
-  return turn;
 }

@@ -1,6 +1,6 @@
 // The sequences: who runs, who waits and why, what each holds, and what can be done with it.
 
-import { attempt, byId, clock, confirmed, count, duration, el, milliseconds, say, short, tell } from "./dom.js";
+import { attempt, button, byId, clock, confirmed, count, duration, el, milliseconds, onSubmit, say, short, tell } from "./dom.js";
 import { showSequence } from "./map.js";
 import { act, view } from "./server.js";
 import { Table } from "./table.js";
@@ -11,8 +11,6 @@ let table = null;
 let holders = null;
 let chosen = null; // id
 let showTab = () => {};
-
-const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
 
 async function run(id, action, body) {
   if (await attempt(`${id} ${action}`, () => act(`${pathOf(id)}/${action}`, body))) await updateSequences();
@@ -191,11 +189,7 @@ function listen() {
   );
   byId("close-details").addEventListener("click", close);
   byId("details").addEventListener("keydown", (event) => event.key === "Escape" && close());
-  const form = (id, action, body) =>
-    byId(id).addEventListener("submit", (event) => {
-      event.preventDefault();
-      run(chosen, action, body(new FormData(event.target)));
-    });
+  const form = (id, action, body) => onSubmit(id, (sent) => run(chosen, action, body(new FormData(sent))));
   form("set-priority", "priority", (data) => ({ priority: Number(data.get("priority")) }));
   form("set-oom", "oom_score_adj", (data) => ({ oom_score_adj: Number(data.get("oom_score_adj")) }));
   form("save-checkpoint", "checkpoint", (data) => ({ path: data.get("path") }));

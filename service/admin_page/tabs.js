@@ -1,6 +1,6 @@
 // The tables beside that of sequences: tenants, the page cache with its pins, misses, OOM scores, the queue, the trace.
 
-import { attempt, byId, clock, count, duration, el, milliseconds, say, short, tell } from "./dom.js";
+import { attempt, button, byId, clock, count, duration, el, milliseconds, say, short, tell } from "./dom.js";
 import { showFrameOnMap } from "./map.js";
 import { choose } from "./sequences.js";
 import { act, view } from "./server.js";
@@ -9,8 +9,6 @@ import { Table } from "./table.js";
 const text = (name, of, title) => ({ name, title, of, sort: of });
 const number = (name, of, write = count, title = "") => ({ name, title, isNumber: true, of: (row) => write(of(row)), sort: of });
 const limit = (value) => (value == null ? "max" : count(value));
-const button = (label, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, label);
-
 /** A sequence's id that leads to its details. */
 const sequence = (name, of) => ({
   name,

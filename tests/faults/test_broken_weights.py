@@ -10,27 +10,14 @@ import torch
 from tiny_model import write_tiny_model
 
 from model.config import read_config
+from model.parameters import allocate, parts_of
 
 
 def write_weights(folder: Path, value: float) -> None:
     """All of a tiny model's tensors, by the names of a checkpoint, full of one number."""
-    c = read_config(folder)
-    heads = c.head_dim * c.heads, c.head_dim * c.kv_heads
-    layer = {
-        "self_attn.q_proj": (heads[0], c.hidden),
-        "self_attn.k_proj": (heads[1], c.hidden),
-        "self_attn.v_proj": (heads[1], c.hidden),
-        "self_attn.o_proj": (c.hidden, heads[0]),
-        "mlp.gate_proj": (c.intermediate, c.hidden),
-        "mlp.up_proj": (c.intermediate, c.hidden),
-        "mlp.down_proj": (c.hidden, c.intermediate),
-        "input_layernorm": (c.hidden,),
-        "post_attention_layernorm": (c.hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}": shape for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens": (c.vocabulary, c.hidden), "lm_head": (c.vocabulary, c.hidden)}
-    shapes |= {"model.norm": (c.hidden,)}
-    tensors = {f"{name}.weight": torch.full(shape, value) for name, shape in shapes.items()}
+    config = read_config(folder)
+    parts = parts_of(config, allocate(config, torch.float32, "cpu"))
+    tensors = {part.name: torch.full(part.shape, value) for part in parts}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
 
