@@ -422,7 +422,7 @@ async def test_a_crowd_with_slow_readers_and_leavers(roomy: Process, capsys: pyt
                 await asyncio.sleep(0.05)
             resident.append(_resident_mb(roomy))
         (admin,) = [line["admin"] for line in roomy.log() if line["event"] == "ready"]
-        async with client.session.get(admin.replace("meminfo", "audit")) as response:
+        async with client.session.get(admin + "v1/audit") as response:
             books = await response.json()
     assert books["balanced"], books["discrepancies"]
     assert books["active"] == 0
