@@ -4,8 +4,11 @@ import gc
 import resource
 from contextlib import suppress
 
-SPARE_FILES = 256
-"""Open files beside those of requests that generate: probes, refusals, idle connections, bodies that are being read."""
+SPARE_FILES = 512
+"""Open files beside those of requests that generate: listening sockets (32 an address, 128 where `localhost` is two),
+probes, idle connections, and up to 32 new connections for each turn of the loop between a request's arrival and its
+refusal. 256 were too few where turns are long.
+"""
 
 
 def allow_many_sockets() -> int | None:

@@ -406,6 +406,24 @@ async def test_of_many_requests_at_once_the_first_run_before_all_are_read(monkey
             assert (await read(stream))[0] == expected_output([1, 2, number], 3)
 
 
+async def test_clients_that_leave_together_are_out_of_the_queue_within_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.engine.READ_AT_ONCE", 2)
+    async with running(rows=1, max_queue_requests=20) as house:
+        stays = house.start([1, 2], 50)
+        leaving = [house.start([1, 2, number], 3) for number in range(16)]
+        await until(lambda: not house.engine.has_messages)
+        house.executor.gate.clear()  # no step reads anything now
+        await until(lambda: house.engine.previous is not None)
+        for stream in leaving:
+            stream.close()
+        house.engine.read_messages(2)
+        assert house.engine.queue.requests == 0
+        house.executor.gate.set()
+        assert (await read(stays))[0] == expected_output([1, 2], 50)
+
+
 async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
     """C10 inside: streams closed at every stage, while queued, prefilling, decoding, preempted."""
     async with running(frames=30, rows=4, max_queue_requests=1000) as house:
