@@ -23,25 +23,31 @@ HANDLED = ("make", "curl", "pagewalk", "pip", "docker", "openssl")
 WORDS = (*HANDLED, "python", "python3", "git", "sh")
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """(page, command) of all fenced blocks; a command ends where its quotes are closed."""
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    """(page, text) of the fenced blocks in these languages."""
     for page in PAGES:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-            if language not in ("", "sh"):
-                continue
+            if language in languages:
+                yield page.name, block
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, command) of all blocks of the shell; a command ends where its quotes are closed."""
+    for page, block in blocks("", "sh"):
+        command = ""
+        for line in block.splitlines():
+            command += line + "\n"
+            try:
+                words = [word for word in shlex.split(command, comments=True) if "=" not in word]
+            except ValueError:
+                continue  # a quote is open
+            if words and Path(words[0]).name in WORDS:
+                yield page, command.strip()
             command = ""
-            for line in block.splitlines():
-                command += line + "\n"
-                try:
-                    words = [word for word in shlex.split(command, comments=True) if "=" not in word]
-                except ValueError:
-                    continue  # a quote is open
-                if words and Path(words[0]).name in WORDS:
-                    yield page.name, command.strip()
-                command = ""
 
 
 COMMANDS = sorted(set(commands()))
+PROGRAMS = list(blocks("python"))
 
 
 def of(name: str, *verbs: str) -> pytest.MarkDecorator:
@@ -56,7 +62,8 @@ def program(command: str) -> str:
 
 
 def test_the_commands_are_found() -> None:
-    assert len(COMMANDS) > 25
+    assert len(COMMANDS) > 40
+    assert len(PROGRAMS) > 2
     assert {Path(program(command)).name for _, command in COMMANDS} <= {*HANDLED}
 
 
@@ -126,7 +133,8 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     (folder / "model").mkdir()
     model = write_tiny_model(folder / "model")
     admin = free_port()
-    process = Process("--model", str(model), "--load-format", "dummy", "--admin-port", str(admin), folder=folder)
+    named = ["--model", str(model), "--served-model-name", "smollm2", "--load-format", "dummy"]
+    process = Process(*named, "--admin-port", str(admin), folder=folder)
     try:
         process.until(lambda: process.status("/ready") == 200)
         yield {"8000": process.port, "8001": admin}
@@ -146,13 +154,23 @@ def test_commands_that_look_at_a_server_get_an_answer(page: str, command: str, p
 def test_curl_gets_an_answer(page: str, command: str, ports: dict[str, int]) -> None:
     if "example.org" in command:
         command = command.replace("https://example.org:8000", "http://127.0.0.1:8000").replace("$(cat keys)", "key")
+    command = _here(command, ports).replace("curl ", "curl -sS --fail-with-body ", 1)
+    _succeeds(["sh", "-ec", command])
+
+
+@pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[page for page, _ in PROGRAMS])
+def test_a_program_runs_to_its_end(page: str, program: str, ports: dict[str, int]) -> None:
+    assert "127.0.0.1:8000" in program, "nothing else is served here"
+    _succeeds([sys.executable, "-c", _here(program, ports)])
+
+
+def _here(text: str, ports: dict[str, int]) -> str:
+    """The same for the server of this test."""
     for written, port in ports.items():
-        command = command.replace(f"127.0.0.1:{written}", f"127.0.0.1:{port}")
-    done = subprocess.run(
-        ["sh", "-ec", command.replace("curl ", "curl -sS --fail-with-body ", 1)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        text = text.replace(f"127.0.0.1:{written}", f"127.0.0.1:{port}")
+    return text
+
+
+def _succeeds(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
