@@ -1,6 +1,7 @@
 """Every workload that a peer's numbers exist for, one process a network, one table.
 
     python -m bench.peers --out FOLDER [--shapes smol,qwen06b,8b] [--repeat 3]
+    python -m bench.peers --drawn FILE.json ... --plot FILE.svg      a picture of earlier results; later files win
 
 Peers: vLLM 0.22.1 at its defaults, measured on an H200 on 2026-11-29 with the same workloads: offline, random bf16
 weights, greedy unless said otherwise, ignore_eos, all requests at once. "Floor" is bench/floor.py. Prints a table in
@@ -11,6 +12,7 @@ import argparse
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import uvloop
 
 from bench import floor, offline
+from bench.pictures import COLOURS, PEER, pyplot, save
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Row:
     def name(self) -> str:
         return f"{self.shape} {self.workload}" + ("" if self.sampling == "greedy" else f", sampled {self.sampling}")
 
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return f"{NETWORKS[self.shape]}, {self.workload}" + ("" if self.sampling == "greedy" else ", sampled")
+
 
 ROWS = [
     Row("smol", "chat-1000", "greedy", 17.03),
@@ -47,6 +55,7 @@ ROWS = [
     Row("8b", "parallel-n6-200", "1.0,0,1.0", 17.42),
     Row("8b", "long-context-32", "greedy", 33.37),
 ]
+NETWORKS = {"smol": "SmolLM2-135M", "qwen06b": "Qwen3-0.6B", "8b": "Llama-3.1-8B"}
 VLLM_MS_A_TOKEN = {"smol": 1.84, "qwen06b": 2.44, "8b": 4.97}
 VLLM_FIRST_MS = {"8b": {"128": 12.1, "512": 16.2, "2048": 52.6, "8192": 218.5}}
 
@@ -120,38 +129,44 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def newest(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Name -> result with its commit, of files as `main` writes them; what a later file has wins."""
+    records = [json.loads(file.read_text()) for file in files]
+    return {
+        result["name"]: {"commit": record["commit"], **result} for record in records for result in record["results"]
+    }
+
+
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     """Bars: seconds beside the peer's."""
-    import matplotlib  # only here: a benchmark without a picture needs none
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     rows = [row for row in ROWS if row.name in results]
-    figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.4))
-    places = range(len(rows))
-    axes.barh(
-        [place + 0.2 for place in places], [row.vllm_s for row in rows], 0.38, label="vLLM 0.22.1", color="#b0b0b0"
-    )
-    seconds = [results[row.name]["seconds"] for row in rows]
-    bars = axes.barh([place - 0.2 for place in places], seconds, 0.38, label="Pagewalk", color="#2f6f9f")
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.set_yticks(list(places), [row.name for row in rows])
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1))
+    seconds = {"Pagewalk": [results[row.name]["seconds"] for row in rows], PEER: [row.vllm_s for row in rows]}
+    for kind, (whose, values) in enumerate(seconds.items()):
+        places = [place + 0.4 * kind - 0.2 for place in range(len(rows))]
+        axes.bar_label(axes.barh(places, values, 0.38, label=whose, color=COLOURS[whose]), fmt="%.2f", padding=3)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.margins(x=0.12)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds on one H200, all requests at once (shorter is better)")
+    axes.set_title("Seconds on one H200, all requests at once (shorter is better)", fontsize=11)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
+    save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--drawn", type=Path, nargs="+", metavar="FILE", help="measure nothing, draw these results")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where --drawn draws")
     parser.add_argument("--shapes", default="smol,qwen06b,8b")
     parser.add_argument("--shape", help=argparse.SUPPRESS)  # of the child process
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--commit", default="unknown", help="what was measured, for the record")
     args = parser.parse_args()
+    if args.drawn:
+        plot(newest(args.drawn), args.plot)
+        return
     if args.shape:
         results = uvloop.run(measure(args.shape, args.repeat))
         (args.out / f"{args.shape}.json").write_text(json.dumps(results))

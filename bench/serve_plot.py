@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from bench.pictures import COLOURS, PEER, pyplot, save
+
 Times = Literal["ttft_ms", "tpot_ms"]
 
 
@@ -28,7 +30,6 @@ VLLM = {
     ],
     "smol": [PeerRow(50, (313, 624), (18.0, 32.7)), PeerRow(100, (3_090, 9_019), (10.9, 14.5))],
 }
-COLOURS = {"Pagewalk": "#2f6f9f", "vLLM 0.22.1": "#909090"}
 TITLES: dict[Times, str] = {"ttft_ms": "first token", "tpot_ms": "time per output token"}
 
 Line = list[tuple[float, float]]
@@ -43,17 +44,13 @@ def lines(results: Iterable[Mapping[str, Any]], shape: str, times: Times) -> dic
     for place, part in enumerate(("p50", "p99")):
         found["Pagewalk", part] = [(rate, each[part]) for rate, each in paced]
         if shape in VLLM:
-            found["vLLM 0.22.1", part] = [(row.rate, getattr(row, times)[place]) for row in VLLM[shape]]
+            found[PEER, part] = [(row.rate, getattr(row, times)[place]) for row in VLLM[shape]]
     return found
 
 
 def plot(results: Iterable[Mapping[str, Any]], shape: str, path: Path) -> None:
     """Needs matplotlib (the extra `plot`). shape: whose peers are drawn, also a name that none is known for."""
-    import matplotlib  # only here: a benchmark without a picture needs none
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     results = list(results)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis, times in zip(axes, TITLES, strict=True):
@@ -66,8 +63,7 @@ def plot(results: Iterable[Mapping[str, Any]], shape: str, path: Path) -> None:
         if shown and max(shown) > 30 * min(shown):
             axis.set_yscale("log")
         else:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.25 * max(shown, default=1))  # room for the legend
         axis.set(title=f"{TITLES[times]}, {shape}", xlabel="requests a second", ylabel="ms")
         axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
+    save(figure, path)
