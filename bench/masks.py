@@ -23,8 +23,9 @@ import torch
 import uvloop
 
 from bench import workload
-from bench.offline import SHAPES, Receiver, StepLog
+from bench.offline import SHAPES, Receiver, StepLog, write_config
 from model.step_plan import SamplingParameters
+from model.token_masks import mask_words
 from service.assembly import Assembly, assemble
 from service.constraint import Constraint
 from service.engine_client import Submit
@@ -90,7 +91,7 @@ async def mask_ms(grammars: Grammars, rows: int, vocabulary: int) -> dict[str, f
     """Advance and fill for `rows` Sequences of one schema, without an engine: medians, by thread hop and pool."""
     grammar = await grammars.compile(endless(0))
     matchers = [grammar.start([]) for _ in range(rows)]
-    masks = np.zeros((rows, -(-vocabulary // 32)), np.int32)
+    masks = np.zeros((rows, mask_words(vocabulary)), np.int32)
     worker, random, seconds = MaskWorker(), np.random.default_rng(0), []
     await worker.turn([], matchers, masks)
     for _ in range(TOKENS):
@@ -109,7 +110,7 @@ def _bits(mask: Any) -> Any:
 def assembled(args: argparse.Namespace, log: StepLog) -> Assembly:
     settings = Settings(device=args.device, load_format="dummy", max_model_len=512, max_num_seqs=args.max_num_seqs)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
+        write_config(Path(folder), args.shape)
         return assemble(settings, Path(folder), log)
 
 

@@ -89,6 +89,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """config.json of the shapes that floors and peers' numbers exist for; tiny: to see the engine work anywhere."""
 
 
+def write_config(folder: Path, shape: str) -> None:
+    """The config.json of a shape: all that a network of random weights needs."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": "bfloat16"}))
+
+
 class Receiver:
     """The front end of a benchmark: keeps counts and times, and says when all Sequences have ended."""
 
@@ -232,7 +237,7 @@ def model_folder(args: argparse.Namespace) -> Iterator[Path]:
         yield resolve(args.model).folder
         return
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
+        write_config(Path(folder), args.shape)
         yield Path(folder)
 
 

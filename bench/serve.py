@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench import loadgen, serve_plot, workload
-from bench.offline import SHAPES
+from bench.offline import SHAPES, write_config
 from bench.server_process import NAME, serving
 from model.config import read_config
 from model.source import resolve
@@ -46,7 +46,7 @@ def shape_folder(shape: str) -> Iterator[Path]:
     tokenizer.decoder = decoders.ByteLevel()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": "bfloat16"}))
+        write_config(folder, shape)
         tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text("{}")
         yield folder

@@ -155,11 +155,12 @@ class GrowingFramePool(FramePool):
         return flat.view(self.layout.dtype).view(shape)
 
     def resize(self, frames: int) -> None:
-        """Have memory for the first `frames` frames, zeroed where it is new. Nothing may use those that go any more.
+        """Have memory for the first `frames` frames, zeroed where it is new. It waits until nothing enqueued can use
+        those that go; nothing may use them any more.
 
         Raises DriverError if there is not enough; then nothing has changed.
         """
-        torch.cuda.synchronize(self._index)  # this thread may be another
+        torch.cuda.synchronize(self._index)  # besides, it makes the context this thread's, which may be another
         self._growing.resize(frames * self.layout.frame_bytes)
         self.usable = frames
 

@@ -247,7 +247,7 @@ class DeviceProgram:
     def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
         """Everything of a step that follows its upload. Captured, or launched. Returns what `compute` does."""
         records = self.compute(step, scored)
-        self.sample(step)
+        self.sample(step.stream, step.sequences, weighs=step.weighs)
         return records
 
     def compute(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
@@ -263,13 +263,13 @@ class DeviceProgram:
         self.kernels.logits(hidden, self._parameters, step)
         return records
 
-    def sample(self, step: CudaStep, masked: Int32Array | None = None) -> None:
+    def sample(self, stream: int, sequences: int, *, weighs: bool, masked: Int32Array | None = None) -> None:
         """From the logits to the result. masked: the sequences, by place, that have the first words of `masks`."""
         if masked is not None:
             self.masks.send(masked)
-        logits = self.kernels.latest_logits(step.sequences)
-        self._adjust(step.stream, logits, step.sequences, None if masked is None else self.masks)
-        self._sample(step.stream, logits, self._adjust.masked, step.sequences, weighs=step.weighs)
+        logits = self.kernels.latest_logits(sequences)
+        self._adjust(stream, logits, sequences, None if masked is None else self.masks)
+        self._sample(stream, logits, self._adjust.masked, sequences, weighs=weighs)
 
     def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int) -> Tensor:
         """Log-probabilities of given tokens, some places at a time, in the memory of the step's logits."""
@@ -374,7 +374,8 @@ class CudaExecutor:
 
     def sample(self, plan: StepPlan) -> None:
         """Enqueue the sampling of the masked step submitted last."""
-        self._program.sample(self._program.sizes(plan, self._raw_stream), plan.masked)
+        weighs = self._program.rows.weighs(plan)
+        self._program.sample(self._raw_stream, len(plan.rows), weighs=weighs, masked=plan.masked)
 
     @property
     def ready_slots(self) -> int:
@@ -390,7 +391,6 @@ class CudaExecutor:
         if frames != pool.usable:
             if not isinstance(pool, GrowingFramePool):
                 raise CannotResize("the pool was made in one piece")
-            torch.cuda.synchronize(self._device_index)
             try:
                 pool.resize(frames)
             except DriverError as error:

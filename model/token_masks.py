@@ -1,11 +1,13 @@
 """Which tokens rows may sample at all, as bit arrays: what a grammar allows next (step A.4 of model/sampler.py)."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from mm.addresses import Int32Array, Int64Array
+
+if TYPE_CHECKING:  # torch takes a second: front ends do without
+    from torch import Tensor
 
 
 def mask_words(vocabulary: int) -> int:
@@ -19,7 +21,7 @@ class TokenMasks(NamedTuple):
     places: Int64Array  # (N,)
     words: Int32Array  # (N, mask_words(V))
 
-    def apply(self, logits: Tensor) -> None:
+    def apply(self, logits: "Tensor") -> None:
         """Minus infinity for all other tokens of these rows of logits (R, V), on the CPU, in place."""
         values = logits.numpy()
         vocabulary = values.shape[1]

@@ -20,6 +20,7 @@ from service import admin_text
 from service.engine_client import EngineSnapshot
 from service.errors import BadRequest, NotFound, quoted
 from service.front_end import FRONT_END, FrontEnd
+from service.json_answers import encoded_answer, json_answer
 from service.middleware import Handler
 from service.questions import Look, TakeSnapshot, ViewQuery
 
@@ -27,7 +28,7 @@ MemoryFacts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 
 SUFFIX = ".txt"
 
-LEAST_PROFILE_S, MOST_PROFILE_S = 0.1, 60.0
+LEAST_PROFILE_S, PROFILE_S, MOST_PROFILE_S = 0.1, 5.0, 60.0
 
 VIEWS: Mapping[str, tuple[str, ...]] = {
     "vmstat": (),
@@ -69,7 +70,7 @@ def view(name: str) -> Handler:
     async def show(request: web.Request) -> web.StreamResponse:
         body = await look(request, name, query_of(request, VIEWS[name]))
         if not wants_text(request) or name not in admin_text.RENDERERS:
-            return web.Response(body=_with_text(request, name, body), content_type="application/json")
+            return encoded_answer(_with_text(request, name, body))
         facts = msgspec.json.decode(body)
         headers = {"X-Step": str(facts["step"]), "X-Ts": str(facts["ts"])}
         return web.Response(text=admin_text.RENDERERS[name](facts), headers=headers)
@@ -89,12 +90,7 @@ async def tenant_file(request: web.Request) -> web.Response:
 async def profile(request: web.Request) -> web.Response:
     """GET /admin/v1/profile?seconds=: where the engine's process spends its time, sampled from now on."""
     query_of(request, (), beside=("seconds",))
-    given = request.query.get("seconds", "5")
-    seconds = 0.0
-    with suppress(ValueError):
-        seconds = float(given)
-    if not LEAST_PROFILE_S <= seconds <= MOST_PROFILE_S:
-        raise BadRequest(f"seconds is {LEAST_PROFILE_S:g} to {MOST_PROFILE_S:g}, not {quoted(given)}", param="seconds")
+    seconds = seconds_of(request, "seconds", PROFILE_S, LEAST_PROFILE_S, MOST_PROFILE_S)
     front_end = request.app[FRONT_END]
     front_end.loaded()
     begun = await front_end.engine.ask(Look("profile/start", str(seconds)))
@@ -108,7 +104,7 @@ async def profile(request: web.Request) -> web.Response:
         seconds = LEAST_PROFILE_S
     if wants_text(request):
         return web.Response(text=admin_text.profile(facts))
-    return web.Response(body=msgspec.json.encode(facts), content_type="application/json")
+    return json_answer(facts)
 
 
 def wants_text(request: web.Request) -> bool:
@@ -137,6 +133,18 @@ def query_of(request: web.Request, names: tuple[str, ...], beside: tuple[str, ..
         raise BadRequest(f"{quoted(words)} - at `{path}", param=path.rstrip("`") or None) from None
 
 
+def seconds_of(request: web.Request, name: str, usual_s: float, least_s: float, most_s: float) -> float:
+    """A number of seconds behind the `?`. Raises BadRequest."""
+    given = request.query.get(name)
+    if given is None:
+        return usual_s
+    with suppress(ValueError):
+        seconds = float(given)
+        if least_s <= seconds <= most_s:
+            return seconds
+    raise BadRequest(f"{name} is {least_s:g} to {most_s:g} seconds, not {quoted(given)}", param=name)
+
+
 def _with_text(request: web.Request, name: str, body: bytes) -> bytes:
     """Where token ids may be shown at all, their text in their place."""
     if name != "page_cache" or b'"token_ids"' not in body:
@@ -162,8 +170,7 @@ async def meminfo(request: web.Request) -> web.Response:
     if wants_text(request):
         lines = [f"{name + ':':<18}{value:>16} {unit}".rstrip() + "\n" for name, (value, unit) in facts.items()]
         return web.Response(text="".join(lines))
-    body = msgspec.json.encode({name: value for name, (value, _) in facts.items()})
-    return web.Response(body=body, content_type="application/json")
+    return json_answer({name: value for name, (value, _) in facts.items()})
 
 
 def _head(snapshot: EngineSnapshot) -> MemoryFacts:

@@ -17,6 +17,7 @@ from service.admin_bodies import BODIES, PinPrefix
 from service.body import read_body
 from service.errors import PermissionDenied, quoted
 from service.front_end import FRONT_END
+from service.json_answers import encoded_answer
 from service.middleware import CALLER, Handler
 from service.prompts import chat_prompt
 from service.questions import Act
@@ -40,7 +41,7 @@ def action(path: str) -> Handler:
             check_token_ids(body.tokens, model.client.limits.vocabulary, param="tokens", path="$.tokens")
         of, by = request.match_info.get("of", ""), request[CALLER].owner
         done = await front_end.engine.ask(Act(path, of, msgspec.json.encode(body), by))
-        return web.Response(body=done, content_type="application/json")
+        return encoded_answer(done)
 
     return act
 

@@ -21,9 +21,10 @@ import numpy as np
 from aiohttp import web
 
 from mm.frame_views import Bytes
-from service.admin import VIEWS, look, query_of
-from service.errors import BadRequest, PagewalkError, QueueFull, quoted
+from service.admin import VIEWS, look, query_of, seconds_of
+from service.errors import PagewalkError, QueueFull
 from service.front_end import FRONT_END, FrontEnd
+from service.json_answers import json_answer
 from service.middleware import Handler
 from service.questions import FrameBytes, MapFrames, ViewQuery
 from service.sse import DATA, END, HEADERS, EventStream, error_event
@@ -79,7 +80,7 @@ async def frame_map(request: web.Request) -> web.Response:
     front_end = request.app[FRONT_END]
     front_end.loaded()
     found = await request.app[WATCHING].frames(front_end, LEAST_INTERVAL_S)
-    return web.Response(body=msgspec.json.encode(whole(found)), content_type="application/json")
+    return json_answer(whole(found))
 
 
 def whole(found: FrameBytes) -> dict[str, object]:
@@ -212,14 +213,7 @@ class Pace:
 def _interval(request: web.Request, names: tuple[str, ...]) -> tuple[float, ViewQuery]:
     """?interval= in seconds, and what else is asked. Raises BadRequest."""
     query = query_of(request, names, beside=("interval",))
-    given = request.query.get("interval", str(INTERVAL_S))
-    with suppress(ValueError):
-        seconds = float(given)
-        if LEAST_INTERVAL_S <= seconds <= MOST_INTERVAL_S:
-            return seconds, query
-    raise BadRequest(
-        f"interval is {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g} seconds, not {quoted(given)}", param="interval"
-    )
+    return seconds_of(request, "interval", INTERVAL_S, LEAST_INTERVAL_S, MOST_INTERVAL_S), query
 
 
 async def _stream(request: web.Request, next_event: Next, pace: Pace) -> web.StreamResponse:

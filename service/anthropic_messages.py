@@ -19,6 +19,7 @@ from service.completions import answer_as_chat
 from service.errors import PagewalkError, anthropic_body, told_as
 from service.front_end import FRONT_END
 from service.generation import Generation
+from service.json_answers import json_answer
 from service.message_blocks import ContentBlocks
 from service.middleware import CALLER
 from service.prompts import chat_prompt
@@ -37,7 +38,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     model.check_name(body.model)
     with told_as(NAMES):
         prompt = await chat_prompt(body.chat(), model, request[CALLER].tenant)
-    return web.Response(body=msgspec.json.encode({"input_tokens": len(prompt.ids)}), content_type="application/json")
+    return json_answer({"input_tokens": len(prompt.ids)})
 
 
 class MessagesForm:

@@ -6,7 +6,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
 from aiohttp import web
 
 from service import admin, admin_actions, admin_streams, checkpoint_routes
@@ -18,6 +17,7 @@ from service.docs_page import docs, openapi
 from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
 from service.fork_route import fork_request
 from service.front_end import FRONT_END, FrontEnd
+from service.json_answers import json_answer
 from service.middleware import ACCESS, CALLER, Access, Handler, add_headers, answer_every_request, answer_expect
 from service.own_requests import delete_request, list_requests, show_request
 from service.page_files import page, to_page
@@ -69,10 +69,6 @@ def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Applicatio
     return app
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
 # ---------------------------------------------------------------- models and tokenizer
 
 
@@ -91,14 +87,14 @@ def _model_entry(model: ServedModel, name: str) -> dict[str, object]:
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     model = request.app[FRONT_END].loaded()
-    return _json({"object": "list", "data": [_model_entry(model, name) for name in model.names]})
+    return json_answer({"object": "list", "data": [_model_entry(model, name) for name in model.names]})
 
 
 async def show_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}; an id may contain slashes."""
     model = request.app[FRONT_END].loaded()
     name = request.match_info["id"]
-    return _json(_model_entry(model, model.check_name(name)))
+    return json_answer(_model_entry(model, model.check_name(name)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -111,7 +107,7 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = await model.tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         ids = (await chat_prompt(body, model, request[CALLER].tenant)).ids
-    return _json(
+    return json_answer(
         {
             "count": len(ids),
             "max_model_len": model.client.limits.max_model_len,
@@ -128,12 +124,12 @@ async def detokenize(request: web.Request) -> web.Response:
     model.check_name(body.model)
     ids = body.tokens or []
     check_token_ids(ids, model.client.limits.vocabulary, param="tokens", path="$.tokens")
-    return _json({"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)})
+    return json_answer({"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info."""
-    return _json(request.app[FRONT_END].loaded().tokenizer.info())
+    return json_answer(request.app[FRONT_END].loaded().tokenizer.info())
 
 
 # ---------------------------------------------------------------- health
@@ -173,12 +169,12 @@ def _check_alive(front_end: FrontEnd) -> None:
 
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
-    return _json({"version": request.app[FRONT_END].settings.version})
+    return json_answer({"version": request.app[FRONT_END].settings.version})
 
 
 async def load(request: web.Request) -> web.Response:
     """GET /load: requests that generate now, waiting ones included."""
-    return _json({"server_load": await request.app[FRONT_END].engine.ask(CountGenerating())})
+    return json_answer({"server_load": await request.app[FRONT_END].engine.ask(CountGenerating())})
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ from service.body import read_body
 from service.completions import deliver, form_of
 from service.front_end import FRONT_END
 from service.generation import Generation
+from service.json_answers import encoded_answer
 from service.middleware import CALLER, ID
 from service.questions import SaveCheckpoint
 
@@ -28,7 +29,7 @@ async def checkpoint(request: web.Request) -> web.Response:
     front_end.loaded()
     body = await read_body(request, SaveTo)
     question = SaveCheckpoint(request.match_info["of"], body.path, request[CALLER].owner)
-    return web.Response(body=await front_end.engine.ask(question), content_type="application/json")
+    return encoded_answer(await front_end.engine.ask(question))
 
 
 async def restore(request: web.Request) -> web.StreamResponse:

@@ -21,6 +21,7 @@ from service.errors import BadRequest, InternalError, PagewalkError, told_as
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
 from service.grammars import GrammarRefused
+from service.json_answers import encoded_answer
 from service.logprobs import Spelling
 from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
 from service.prompts import Prompt, chat_prompt, completion_prompts
@@ -170,7 +171,7 @@ async def _answer_whole(generation: Generation, form: Form) -> web.Response:
     scores = sum(len(delta.scored) for deltas in said for delta in deltas)
     scores += sum(len(choice.prompt.scores) for choice in generation.choices)
     body = await asyncio.to_thread(write) if scores > OFF_LOOP_SCORES else write()
-    return web.Response(body=body, content_type="application/json")
+    return encoded_answer(body)
 
 
 async def _answer_in_events(

@@ -13,13 +13,14 @@ from pathlib import Path
 from aiohttp import web
 
 from service.front_end import FRONT_END
+from service.json_answers import encoded_answer
 from service.openapi import document
 
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
     version = request.app[FRONT_END].settings.version
-    return web.Response(body=document(version), content_type="application/json")
+    return encoded_answer(document(version))
 
 
 async def docs(request: web.Request) -> web.Response:

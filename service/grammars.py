@@ -23,6 +23,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from mm.addresses import Int32Array
+from model.token_masks import mask_words
 from service.constraint import Constraint
 from service.errors import QueueFull
 from service.json_schemas import SchemaRefused, check_schema
@@ -262,7 +263,7 @@ class Grammars:
         matcher = LLMatcher(self._prepared, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarRefused(_told(matcher.get_error()))
-        grammar = Grammar(matcher, self._end_ids, -(-self._vocabulary // 32))
+        grammar = Grammar(matcher, self._end_ids, mask_words(self._vocabulary))
         first = grammar.start([])
         first.fill(np.empty(first.mask_words, np.int32))  # finds more faults, and readies what it needs again
         if first.error:

@@ -5,12 +5,12 @@ has a prefix; a slash in it is written %2F. Requests of other keys do not exist 
 everybody's.
 """
 
-import msgspec
 from aiohttp import web
 
 from service.engine_client import OpenRequest
 from service.errors import NotFound, quoted
 from service.front_end import FRONT_END
+from service.json_answers import json_answer
 from service.middleware import CALLER
 from service.questions import AbortRequest, ListRequests
 
@@ -22,7 +22,7 @@ async def list_requests(request: web.Request) -> web.Response:
     front_end = request.app[FRONT_END]
     front_end.loaded()
     found = await front_end.engine.ask(ListRequests(request[CALLER].owner))
-    return _json({"object": "list", "data": [_entry(each) for each in found]})
+    return json_answer({"object": "list", "data": [_entry(each) for each in found]})
 
 
 async def show_request(request: web.Request) -> web.Response:
@@ -31,7 +31,7 @@ async def show_request(request: web.Request) -> web.Response:
     front_end.loaded()
     for each in await front_end.engine.ask(ListRequests(request[CALLER].owner)):
         if each.id in ids:
-            return _json(_entry(each))
+            return json_answer(_entry(each))
     raise NotFound(f"No request {quoted(ids[0])} of yours is open.")
 
 
@@ -40,7 +40,7 @@ async def delete_request(request: web.Request) -> web.Response:
     front_end, ids = request.app[FRONT_END], ids_of(request)
     front_end.loaded()
     aborted = await front_end.engine.ask(AbortRequest(request[CALLER].owner, ids))
-    return _json({"id": ids[0], "object": "request", "aborted": aborted > 0})
+    return json_answer({"id": ids[0], "object": "request", "aborted": aborted > 0})
 
 
 def ids_of(request: web.Request) -> list[str]:
@@ -56,7 +56,3 @@ def _entry(request: OpenRequest) -> dict[str, object]:
         "age_s": round(request.age_s, 3),
         "sequences": request.sequences,
     }
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -5,11 +5,10 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import msgspec
 
@@ -73,22 +72,24 @@ def stacks(inside: Inside, asked: Look) -> Facts:
     tasks = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
     return {
         "threads": [
-            {"name": names.get(ident, str(ident)), "frames": _lines(traceback.extract_stack(frame))}
+            {"name": names.get(ident, str(ident)), "frames": [_line(each) for each in _frames(frame)]}
             for ident, frame in frames.items()
         ],
-        "tasks": [
-            {"name": task.get_name(), "frames": [_line(frame.f_code, frame.f_lineno) for frame in task.get_stack()]}
-            for task in tasks
-        ],
+        "tasks": [{"name": task.get_name(), "frames": [_line(frame) for frame in task.get_stack()]} for task in tasks],
     }
 
 
-def _lines(stack: traceback.StackSummary) -> list[str]:
-    return [f"{_short(entry.filename)}:{entry.lineno} {entry.name}" for entry in stack]
+def _frames(innermost: FrameType | None) -> list[FrameType]:
+    """Of a stack, outermost first. No source is read, as `traceback` would."""
+    found = []
+    while innermost is not None:
+        found.append(innermost)
+        innermost = innermost.f_back
+    return found[::-1]
 
 
-def _line(code: CodeType, line: int) -> str:
-    return f"{_short(code.co_filename)}:{line} {code.co_qualname}"
+def _line(frame: FrameType) -> str:
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_qualname}"
 
 
 def _short(path: str) -> str:
@@ -135,7 +136,7 @@ class Profiler:
         while time.monotonic() < until_s:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             found = {
-                (names.get(ident, "?"), *_functions(frame))
+                (names.get(ident, "?"), *map(_function, _frames(frame)))
                 for ident, frame in sys._current_frames().items()
                 if ident != own
             }
@@ -144,13 +145,8 @@ class Profiler:
             time.sleep(SAMPLE_S)
 
 
-def _functions(frame: FrameType | None) -> list[str]:
-    """The functions of a stack, outermost first."""
-    found = []
-    while frame is not None:
-        found.append(f"{_short(frame.f_code.co_filename)}:{frame.f_code.co_qualname}")
-        frame = frame.f_back
-    return found[::-1]
+def _function(frame: FrameType) -> str:
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_code.co_qualname}"
 
 
 def process_views(settings: Settings, origins: Mapping[str, Origin]) -> dict[str, View]:

@@ -89,17 +89,15 @@ class StepChooser:
     def _hold_back(self, rows: Int32Array, lack: Lack) -> Int32Array:
         """Without the youngest that need the frames which are not there yet: those are on their way to swap."""
         theirs = rows if lack.tenant is None else rows[self._memory.tables.tenants[rows] == lack.tenant]
-        needs = np.array([self._frames_of_decodes(theirs[i : i + 1]) for i in range(len(theirs))], np.int32)
+        one = np.ones(1, np.int32)
+        needs = np.array([self._memory.frames_needed(theirs[i : i + 1], one) for i in range(len(theirs))], np.int32)
         theirs, needs = theirs[needs > 0], needs[needs > 0]
         youngest = np.argsort(-self._rows.arrival[theirs])
         count = int(np.searchsorted(np.cumsum(needs[youngest]), lack.frames)) + 1
         return rows[~np.isin(rows, theirs[youngest[:count]])]
 
-    def _frames_of_decodes(self, rows: Int32Array) -> int:
-        return self._memory.frames_needed(rows, np.ones(len(rows), np.int32)) if len(rows) else 0
-
     def _needs(self, decodes: Int32Array) -> Int64Array:
-        """The same by tenant."""
+        """Frames for one token of each, by tenant."""
         return self._memory.needs(decodes, np.ones(len(decodes), np.int32))
 
     def _choose_prefills(self, decodes: Int32Array, budget: StepBudget) -> tuple[Int32Array, Chunks]:

@@ -74,7 +74,8 @@ class ProgramExecutor:
         return self.program.masks.words
 
     def sample(self, plan: StepPlan) -> None:
-        self.program.sample(self.unsampled.program_step, plan.masked)
+        step = self.unsampled.program_step
+        self.program.sample(step.stream, step.sequences, weighs=step.weighs, masked=plan.masked)
 
     def result(self, step: int, sequences: int, reports: Reports) -> StepResult:
         self.device.synchronize()
