@@ -5,7 +5,7 @@ Where frames are short it preempts (victims.py), lets the youngest wait, or ends
 
 import numpy as np
 
-from mm import Lack, MemoryManager, OverTenantLimit
+from mm import Lack, MemoryManager, OverTenantLimit, pages_for
 from mm.addresses import Int32Array, Int64Array
 from service.admission import Admission, Chunks, room_beside, rows_and_counts
 from service.beams import Beams
@@ -142,6 +142,8 @@ class StepChooser:
         Each was counted when it was chosen, but pages that several of them share, or want to copy, are only known when
         all are chosen. Who is left out has its row, and goes on as a running prefill.
         """
+        if self._fit_anyway(decodes, chunks):
+            return chunks
         while chunks and (error := self._memory.shortage(*rows_and_counts(decodes, chunks))) is not None:
             last = len(chunks) - 1
             if isinstance(error, OverTenantLimit):
@@ -149,3 +151,9 @@ class StepChooser:
                 last = theirs[-1] if theirs else last
             chunks = chunks[:last] + chunks[last + 1 :]
         return chunks
+
+    def _fit_anyway(self, decodes: Int32Array, chunks: Chunks) -> bool:
+        """Whether there are frames for the most that they could need: each its new pages, and a copy of a shared one."""
+        memory = self._memory
+        most = len(decodes) + sum(pages_for(count, memory.page_size) + 1 for _, count in chunks)
+        return not memory.tenants.is_limited and most <= memory.available_frames
