@@ -3,8 +3,8 @@
 A step replays the smallest graph that holds it, padded. A capture costs the host some milliseconds, and there are many,
 so a start does not wait for all of them at any price:
 
-    before the first request     FIRST sizes: whatever comes, a graph at most twice as large as the step is there; then
-                                 others, for a bounded time
+    before the first request     FIRST sizes: whatever comes, a graph at most twice as large as the step is there, also
+                                 for one prompt alone, whose logits are those of few; then others, for a bounded time
     while nothing runs           what is missing, one after the other; what a step would have taken comes first. Those
                                  that end with the logits, for steps with masks, are captured only then
 
@@ -88,7 +88,8 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
     first = set(_doubling(token_sizes))
     mixed = [(tokens, size) for tokens in token_sizes for size in _up_to(MIXED_SEQUENCES, min(tokens, max_running))]
     for tokens, sequences in mixed:
-        yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and sequences == min(tokens, max_running)
+        is_end = sequences in (min(MIXED_SEQUENCES[0], tokens, max_running), min(tokens, max_running))
+        yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and is_end
     if max_tokens > MIXED_TOKENS[-1]:
         for sequences in _up_to(MIXED_SEQUENCES, max_running):
             yield GraphSize(Kind.MIXED, max_tokens, sequences, least_tokens=int(LEAST_FULL * max_tokens)), False

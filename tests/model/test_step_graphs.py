@@ -62,6 +62,15 @@ def test_from_the_start_every_small_mixed_step_finds_a_graph() -> None:
     assert graphs.find(Kind.MIXED, 513, 8) is None
 
 
+def test_from_the_start_a_small_prompt_alone_finds_a_graph_for_few_sequences() -> None:
+    graphs = Graphs()
+    for tokens in range(1, 513):
+        found = graphs.find(Kind.MIXED, tokens, 1)
+        assert found is not None
+        assert found.sequences == 8
+        assert found.tokens <= max(16, 2 * tokens)
+
+
 def test_idle_time_captures_all_sizes_once() -> None:
     graphs = Graphs()
     assert graphs.at_first < len(list(ladder(max_running=256, max_tokens=512, has_cascade=True)))
@@ -103,7 +112,7 @@ def test_a_step_that_weighs_nothing_takes_a_graph_without_it_or_a_smaller_one_wi
 
 def test_what_a_step_missed_is_captured_first() -> None:
     graphs = Graphs()
-    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 256, 256)
+    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 256, 8)
     graphs.graphs.capture_next()
     assert graphs.later == [GraphSize(Kind.MIXED, 192, 8)]
     assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 192, 8)
