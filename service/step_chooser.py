@@ -153,7 +153,7 @@ class StepChooser:
         return chunks
 
     def _fit_anyway(self, decodes: Int32Array, chunks: Chunks) -> bool:
-        """Whether there are frames for the most that they could need: each its new pages, and a copy of a shared one."""
+        """Whether there are frames for the most that they could need: its new pages each, a copy of a shared one."""
         memory = self._memory
         most = len(decodes) + sum(pages_for(count, memory.page_size) + 1 for _, count in chunks)
         return not memory.tenants.is_limited and most <= memory.available_frames
