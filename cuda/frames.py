@@ -164,6 +164,11 @@ class GrowingFramePool(FramePool):
         self._growing.resize(frames * self.layout.frame_bytes)
         self.usable = frames
 
+    def close(self) -> None:
+        """Give all memory and addresses back: nothing may use the pool any more. Idempotent."""
+        torch.cuda.synchronize(self._index)  # besides, it makes the context this thread's
+        self._growing.close()
+
     @property
     def mapped_bytes(self) -> int:
         """What it has of the device's memory."""

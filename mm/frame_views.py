@@ -101,23 +101,37 @@ def copied_alone(memory: "MemoryManager") -> BoolArray:
 
 def frame_map(memory: "MemoryManager") -> FrameMap:
     """Two bytes a frame, one a slot."""
-    frames, cache = memory.frames, memory.cache
-    references, entries = frames.references, cache.entries_of_frames
+    usable = slice(memory.frames.usable)
+    shares = np.minimum(memory.frames.references[usable], 255).astype(np.uint8)
+    if memory.frames.pinned:
+        shares[copied_alone(memory)[usable]] = 1
+    return FrameMap(frame_states(memory, usable), shares, slot_states(memory))
+
+
+def frame_states(memory: "MemoryManager", which: Int32Array | slice) -> Bytes:
+    """(N,) FrameState of some frames, with flags."""
+    frames = memory.frames
+    references, entries = frames.references[which], memory.cache.entries_of_frames[which]
     states: Bytes = np.minimum(references, 2).astype(np.uint8)  # FREE, PRIVATE, SHARED
     cached = entries >= 0
     idle = np.flatnonzero(cached & (references == 0))
     states[idle] = np.where(memory.lru.actives[entries[idle]], FrameState.ACTIVE, FrameState.INACTIVE)
-    for pin in memory.pins.held.values():
-        states[pin.frames] = FrameState.PINNED
-    shares = np.minimum(references, 255).astype(np.uint8)
+    if memory.pins.held:
+        states[held_by_pins(memory)[which]] = FrameState.PINNED
     if frames.pinned:
-        copying = frames.pins > 0
-        states[copying] = FrameState.COPYING
-        shares[copied_alone(memory)] = 1
+        states[frames.pins[which] > 0] = FrameState.COPYING
     states |= cached.view(np.uint8) << 4
     if memory.swap.total:
-        states |= (memory.swap.slots_of_frames >= 0).view(np.uint8) << 5
-    return FrameMap(states[: frames.usable], shares[: frames.usable], slot_states(memory))
+        states |= (memory.swap.slots_of_frames[which] >= 0).view(np.uint8) << 5
+    return states
+
+
+def held_by_pins(memory: "MemoryManager") -> BoolArray:
+    """(total,) frames that operators hold."""
+    held = np.zeros(memory.frames.total, np.bool_)
+    for pin in memory.pins.held.values():
+        held[pin.frames] = True
+    return held
 
 
 def slot_states(memory: "MemoryManager") -> Bytes:
@@ -177,10 +191,17 @@ def use_counts(memory: "MemoryManager") -> list[tuple[int, int, int, int]]:
 
 def owners_of(memory: "MemoryManager", frames: Int32Array) -> dict[int, list[str]]:
     """Who maps each of `frames`, MOST_OWNERS of each at most; pins and copies count."""
+    row_of, _, mapped = memory.swapper.resident(memory.tables.rows_in_use())
+    return _owners(memory, frames, row_of, mapped)
+
+
+def _owners(
+    memory: "MemoryManager", frames: Int32Array, row_of: Int32Array, mapped: Int32Array
+) -> dict[int, list[str]]:
+    """row_of, mapped (N,): every page that is mapped to a frame, as its row and that."""
     is_wanted = np.zeros(memory.frames.total, np.bool_)
     is_wanted[frames] = True
     found: dict[int, list[str]] = {frame: [] for frame in frames.tolist()}
-    row_of, _, mapped = memory.swapper.resident(memory.tables.rows_in_use())
     hits = np.flatnonzero(is_wanted[mapped])
     named = [(int(mapped[hit]), memory.tables.owners[row_of[hit]] or "") for hit in hits.tolist()]
     for pin in memory.pins.held.values():
@@ -195,14 +216,15 @@ def owners_of(memory: "MemoryManager", frames: Int32Array) -> dict[int, list[str
 def frame_facts(memory: "MemoryManager", frames: Int32Array, now: float) -> list[FrameFacts]:
     """Each of `frames` in full, at a time of the engine's clock: in proportion to the mapped pages."""
     cache, swap = memory.cache, memory.swap
-    states, alone = frame_map(memory).states, copied_alone(memory)
-    owners, filled = owners_of(memory, frames), _filled(memory)
+    row_of, _, mapped = memory.swapper.resident(memory.tables.rows_in_use())
+    owners, filled = _owners(memory, frames, row_of, mapped), _filled(memory, mapped)
+    states, alone = frame_states(memory, frames).tolist(), copied_alone(memory)
     facts = []
-    for frame in frames.tolist():
+    for bits, frame in zip(states, frames.tolist(), strict=True):
         entry, slot = cache.entry_of_frame[frame], swap.slot_of_frame[frame]
         is_cached = entry != ABSENT
         has_parent = is_cached and cache.parent[entry] != ABSENT and cache.has_parent(entry)
-        state = FrameState(int(states[frame]) & STATE_BITS)
+        state = FrameState(bits & STATE_BITS)
         facts.append(
             FrameFacts(
                 frame=frame,
@@ -221,11 +243,10 @@ def frame_facts(memory: "MemoryManager", frames: Int32Array, now: float) -> list
     return facts
 
 
-def _filled(memory: "MemoryManager") -> Int32Array:
-    """(F,) positions that are filled in the frames of page tables."""
+def _filled(memory: "MemoryManager", mapped: Int32Array) -> Int32Array:
+    """(F,) positions that are filled in the frames of page tables, which are `mapped`."""
     tables, rows = memory.tables, memory.tables.rows_in_use()
     filled = np.zeros(memory.frames.total, np.int32)
-    _, _, mapped = memory.swapper.resident(rows)
     filled[mapped] = memory.page_size
     pages = tables.pages(rows)
     partly = rows[(tables.lengths[rows] % memory.page_size != 0) & (pages > 0)]

@@ -422,11 +422,13 @@ class CudaExecutor:
         return self._mover.ended()
 
     def close(self) -> None:
-        """Finish what is enqueued. Idempotent; the device's memory goes with the object."""
+        """Finish what is enqueued. Idempotent. The device's memory goes with the object, a growing pool's at once."""
         self._store.close()
         self._mover.close()
         self.stream.synchronize()
         self._graphs.clear()
+        if isinstance(self._program.pool, GrowingFramePool):
+            self._program.pool.close()
 
     @property
     def captured_graphs(self) -> int:

@@ -25,6 +25,7 @@ from mm.frame_views import (
     frame_facts,
     frame_map,
     free_runs,
+    held_by_pins,
     holders,
     owners_of,
     page_hash,
@@ -297,9 +298,7 @@ def page_cache(inside: Inside, asked: Look) -> Facts:
     depths = _depths(memory, chosen)
     frames = cache.frames[chosen]
     owners = owners_of(memory, frames[frames != ABSENT])
-    pinned = np.zeros(memory.frames.total, np.bool_)
-    for pin in memory.pins.held.values():
-        pinned[pin.frames] = True
+    pinned = held_by_pins(memory)
     pages = []
     for entry, depth in zip(chosen.tolist(), depths, strict=True):
         page = _page(inside, entry)

@@ -45,6 +45,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str  # SHA-256 of all else that keys and values depend on (service/assembly.py)
     weights: str  # the same of some numbers of each tensor
 
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Of one page in plain form."""
+        return self.layers, 2, self.kv_heads, self.page_tokens, self.head_dim
+
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of a Sequence but its keys and values."""

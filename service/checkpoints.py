@@ -129,7 +129,7 @@ class Checkpoints:
         positions = scheduler.good_positions(sequence)
         header = Header(
             model=self._model,
-            submit=_submit_of(sequence, tokens.tolist(), self._engine.now),
+            submit=sequence.continued(tokens.tolist(), self._engine.now),
             answer_begin=sequence.answer_begin,
             positions=positions,
             created=time.time(),
@@ -170,9 +170,7 @@ class Checkpoints:
 
     def _write(self, name: str, header: Header, store: BackingStore, count: int) -> int:
         """In a thread."""
-        facts = self._model
-        shape = (count, facts.layers, 2, facts.kv_heads, facts.page_tokens, facts.head_dim)
-        pages = torch.empty(shape, dtype=getattr(torch, facts.dtype))
+        pages = torch.empty((count, *self._model.page_shape), dtype=getattr(torch, self._model.dtype))
         for first in range(0, count, PAGES_AT_ONCE):
             part = range(first, min(first + PAGES_AT_ONCE, count))
             pages[first : part.stop] = self._engine.executor.plain_pages(torch.stack([store.slot(i) for i in part]))
@@ -211,8 +209,7 @@ class Checkpoints:
                 )
         facts, submit, vocabulary = self._model, header.submit, self._engine.limits.vocabulary
         count = len(submit.prompt_ids)
-        shape = (facts.layers, 2, facts.kv_heads, facts.page_tokens, facts.head_dim)
-        is_shaped = pages.shape[1:] == shape and str(pages.dtype) == f"torch.{facts.dtype}"
+        is_shaped = pages.shape[1:] == facts.page_shape and str(pages.dtype) == f"torch.{facts.dtype}"
         if not is_shaped or len(pages) != pages_for(header.positions, facts.page_tokens):
             raise BadRequest(f"{whose} holds pages of another shape than its header says", param="path")
         is_sound = 0 < header.answer_begin < count and 0 <= header.positions < count
@@ -295,25 +292,4 @@ def _could_be_asked(submit: Submit, vocabulary: int) -> bool:
         and 0 < len(submit.request_id) <= MAX_ID_CHARACTERS
         and submit.request_id.isascii()
         and submit.request_id.isprintable()
-    )
-
-
-def _submit_of(sequence: Sequence, tokens: list[int], now: float) -> Submit:
-    """What would begin a Sequence that goes on from there."""
-    return Submit(
-        sequence_id=0,
-        request_id=sequence.request_id,
-        prompt_ids=tokens,
-        max_tokens=sequence.limit - len(tokens),
-        sampling=sequence.sampling,
-        end_ids=sequence.end_ids,
-        tenant=sequence.tenant,
-        owner=sequence.owner,
-        form=sequence.form,
-        text=sequence.text,
-        constraint=sequence.constraint,
-        prefix_cache=sequence.uses_cache,
-        cache_salt=sequence.cache_salt,
-        priority=sequence.priority,
-        timeout_s=None if sequence.deadline_s is None else max(0.0, sequence.deadline_s - now),
     )

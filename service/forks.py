@@ -69,20 +69,14 @@ def fork(scheduler: Scheduler, limits: Limits, queue: QueueState, front_end: int
     sampling, inherited = asked.sampling, len(tokens) - parent.answer_begin
     if sampling.min_tokens:  # executors count from where the answer begins
         sampling = msgspec.structs.replace(sampling, min_tokens=sampling.min_tokens + inherited)
-    message = Submit(
+    message = msgspec.structs.replace(
+        parent.continued(tokens.tolist(), now),
         sequence_id=asked.sequence_id,
         request_id=asked.request_id,
-        prompt_ids=tokens.tolist(),
         max_tokens=max_tokens,
         sampling=sampling,
         end_ids=asked.end_ids,
-        tenant=parent.tenant,
-        owner=parent.owner,
-        form=parent.form,
         text=asked.text,
-        constraint=parent.constraint,
-        prefix_cache=parent.uses_cache,
-        cache_salt=parent.cache_salt,
         priority=asked.priority,
         timeout_s=asked.timeout_s,
     )

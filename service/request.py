@@ -127,6 +127,26 @@ class Sequence:
             scores_due=1 if message.prompt_logprobs >= 0 else len(prompt_ids),
         )
 
+    def continued(self, tokens: list[int], now: float) -> Submit:
+        """What would begin a Sequence that goes on from `tokens`, its prompt and output so far; without a number."""
+        return Submit(
+            sequence_id=0,
+            request_id=self.request_id,
+            prompt_ids=tokens,
+            max_tokens=self.limit - len(tokens),
+            sampling=self.sampling,
+            end_ids=self.end_ids,
+            tenant=self.tenant,
+            owner=self.owner,
+            form=self.form,
+            text=self.text,
+            constraint=self.constraint,
+            prefix_cache=self.uses_cache,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            timeout_s=None if self.deadline_s is None else max(0.0, self.deadline_s - now),
+        )
+
     @property
     def is_scoring(self) -> bool:
         """Whether scores of its prompt are still to be made: then no token of it may come from elsewhere."""

@@ -69,7 +69,6 @@ class Tokenizer:
         self._config = config
         self._named = {name: text for name in NAMED_TOKENS if (text := _content(config.get(name))) is not None}
         spec = msgspec.json.decode(backend.to_str())
-        self._longest_token_bytes = _longest_token_bytes(spec)
         self.token_bytes = TokenBytes(backend, spec)
         self._texts = TokenTexts.of(backend, spec)
         self._control = ControlTokens(backend, spec)
@@ -124,10 +123,6 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a plain text; control tokens written in it are taken as such. Raises BadRequest."""
         return self._encode(self.backend, text, add_special_tokens=add_special_tokens, param="prompt")
-
-    def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the text's tokens that costs nothing, so that hopeless prompts are refused untokenized."""
-        return 0 if self._longest_token_bytes is None else len(text) // self._longest_token_bytes
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Like `encode`, off the event loop for long texts."""
@@ -442,24 +437,3 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
         text = _content(config.get(name))
         if text is not None and text not in known and backend.token_to_id(text) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-
-
-def _longest_token_bytes(spec: dict[str, Any]) -> int | None:
-    """The most characters of a text that one token can stand for; None where there is no limit or it is not known.
-
-    spec: the content of tokenizer.json. Known for tokenizers that keep every byte of a text, which the models served
-    here have: byte-level ones, and those that fall back to bytes. Others may map any run to one unknown token.
-    """
-    model, normalizer = spec["model"], spec.get("normalizer") or {}
-    steps = [step.get("type") for step in [normalizer, *normalizer.get("normalizers", [])]]
-    if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
-        return None
-    if not set(steps) <= {None, "Sequence", "Prepend", "Replace", "NFC"}:
-        return None
-    replaced = [step for step in [normalizer, *normalizer.get("normalizers", [])] if step.get("type") == "Replace"]
-    if any(step["pattern"] != {"String": " "} for step in replaced):
-        return None
-    if not (model.get("byte_fallback") or "ByteLevel" in msgspec.json.encode(spec.get("pre_tokenizer")).decode()):
-        return None
-    longest = max(map(len, [*model["vocab"], *(token["content"] for token in spec["added_tokens"])]))
-    return longest * 4 if "NFC" in steps else longest  # NFC makes one character of at most four

@@ -190,3 +190,6 @@ def test_a_pool_grows_and_shrinks_in_place() -> None:
     torch.cuda.synchronize()
     assert float(pool.data[frames - 1].float().abs().max()) == 0
     assert float(pool.data[0].float().mean()) == 1
+    pool.close()
+    pool.close()
+    assert pool.mapped_bytes == 0

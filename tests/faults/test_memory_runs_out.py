@@ -2,7 +2,7 @@
 learns of it, and the server lives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from real_house import RealHouse, real_house
+from short_memory import no_memory, short_of_memory
 from tiny_model import write_tiny_model
 
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders
-from model.batch import ForwardBatch
 from model.config import read_config
 from model.cpu_executor import CpuExecutor
 from model.kv_pool import frame_bytes
@@ -39,11 +39,6 @@ def executor_of(house: RealHouse) -> CpuExecutor:
     return executor
 
 
-def no_memory() -> None:
-    """As torch says it."""
-    torch.empty(1 << 55)
-
-
 def body(prompt: list[int], tokens: int = 12, **more: Any) -> dict[str, Any]:
     fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "prefix_cache": False}
     return {"prompt": prompt, "max_tokens": tokens} | fixed | more
@@ -53,18 +48,6 @@ async def tokens_of(house: RealHouse, prompt: list[int], tokens: int = 12) -> li
     answer = await house.post("/v1/completions", body(prompt, tokens))
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
-
-
-def short_of_memory(executor: CpuExecutor, is_short: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of so many tokens find none."""
-    compute = executor._kernels.compute
-
-    def compute_or_fail(batch: ForwardBatch, scored: int = 0) -> Any:
-        if is_short(len(batch.token_ids)):
-            no_memory()
-        return compute(batch, scored)
-
-    monkeypatch.setattr(executor._kernels, "compute", compute_or_fail)
 
 
 async def test_steps_that_find_no_memory_are_split_and_no_client_sees_it(

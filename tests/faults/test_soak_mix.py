@@ -17,11 +17,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from real_house import RealHouse, real_house
+from short_memory import short_of_memory
 from tiny_model import write_tiny_model
 
-from model.batch import ForwardBatch
 from model.cpu_executor import CpuExecutor
 from service.errors import PagewalkError
 
@@ -249,15 +248,14 @@ def short_of_memory_now_and_then(house: RealHouse, draw: random.Random, monkeypa
     """One step in ten finds no memory for more than a few tokens. Returns the sizes of those."""
     executor = house.engine.executor
     assert isinstance(executor, CpuExecutor)
-    compute, refused = executor._kernels.compute, []
+    refused: list[int] = []
 
-    def compute_or_fail(batch: ForwardBatch, scored: int = 0) -> Any:
-        if len(batch.token_ids) > 3 and draw.random() < 0.1:
-            refused.append(len(batch.token_ids))
-            torch.empty(1 << 55)
-        return compute(batch, scored)
+    def is_short(tokens: int) -> bool:
+        if is_unlucky := tokens > 3 and draw.random() < 0.1:
+            refused.append(tokens)
+        return is_unlucky
 
-    monkeypatch.setattr(executor._kernels, "compute", compute_or_fail)
+    short_of_memory(executor, is_short, monkeypatch)
     return refused
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from plan_driver import GREEDY, PlanDriver, int32
+from short_memory import no_memory, short_of_memory
 
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
-from model.batch import ForwardBatch
 from model.config import read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.kv_pool import KvPool
@@ -295,27 +295,13 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def lacks_memory_above(executor: CpuExecutor, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of more tokens find no memory, as torch says it. Returns how many tokens each run of the network had."""
-    compute, sizes = executor._kernels.compute, []
-
-    def compute_if_small(batch: ForwardBatch, scored: int = 0) -> Any:
-        sizes.append(len(batch.token_ids))
-        if sizes[-1] > tokens:
-            torch.empty(1 << 55)
-        return compute(batch, scored)
-
-    monkeypatch.setattr(executor._kernels, "compute", compute_if_small)
-    return sizes
-
-
 @pytest.mark.parametrize("most", [1, 2, 7, 19])
 def test_a_step_that_finds_no_memory_is_computed_in_parts(
     model, executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Decodes, chunks that are cut, prompts that are scored: all as if there had been memory."""
     prompts = [PROMPT, PROMPT[:16], PROMPT[3:4], PROMPT[10:27]]
-    sizes = lacks_memory_above(executor, most, monkeypatch)
+    sizes = short_of_memory(executor, lambda tokens: tokens > most, monkeypatch)
     made = PlanDriver(executor).generate(prompts, [6, 3, 7, 5], budget=50, arrive=1)
     assert min(sizes) <= most < max(sizes)
     for prompt, sequence in zip(prompts, made, strict=True):
@@ -328,7 +314,7 @@ def test_parts_of_a_step_score_what_the_whole_scores(executor: CpuExecutor, monk
     places = int32(0, 5, 14, 15, 16, 22, 30)
     asked = replace(chunks, scored=ScoredTokens(places, int32(*range(7)), 3), orders=two_rows())
     (whole,) = run(executor, asked)
-    lacks_memory_above(executor, 8, monkeypatch)
+    short_of_memory(executor, lambda tokens: tokens > 8, monkeypatch)
     (parts,) = run(executor, replace(asked, orders=MemoryOrders()))
     assert whole.tokens.tolist() == parts.tokens.tolist()
     assert whole.scored is not None
@@ -342,7 +328,7 @@ def test_a_nan_in_a_part_marks_its_row_only(executor: CpuExecutor, monkeypatch: 
     """C38 in parts: the row that is cut fails by its first part."""
     executor._parameters.embedding[PROMPT[3]] = float("nan")
     clean = [token for token in PROMPT if token != PROMPT[3]]
-    lacks_memory_above(executor, 16, monkeypatch)
+    short_of_memory(executor, lambda tokens: tokens > 16, monkeypatch)
     step = plan([0, 1], [0, 0], [PROMPT[:20], clean[:5]], samples=[True, True], orders=two_rows())
     (result,) = run(executor, step)
     assert result.failed.tolist() == [True, False]
@@ -352,7 +338,7 @@ def test_without_memory_for_one_token_all_rows_fail_and_the_next_step_runs(
     model, executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as short:
-        sizes = lacks_memory_above(executor, 0, short)
+        sizes = short_of_memory(executor, lambda tokens: tokens > 0, short)
         (nothing,) = run(executor, plan([0, 1], [0, 0], [PROMPT[:20], PROMPT[:5]], orders=two_rows()))
     assert sizes == [25, 12, 6, 3, 1]
     assert nothing.lacks_memory
@@ -363,10 +349,7 @@ def test_without_memory_for_one_token_all_rows_fail_and_the_next_step_runs(
 
 
 def test_sampling_that_finds_no_memory_fails_its_rows(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(*_: Any) -> None:
-        torch.empty(1 << 55)
-
-    monkeypatch.setattr("model.cpu_executor.sample", sample)
+    monkeypatch.setattr("model.cpu_executor.sample", lambda *_: no_memory())
     (nothing,) = run(executor, plan([0], [0], [PROMPT], orders=mapped(0, [4, 5, 6])))
     assert nothing.lacks_memory
     assert nothing.failed.tolist() == [True]

@@ -333,24 +333,6 @@ def test_spellings_of_a_word_inside_of_a_text(tokenizer: Tokenizer) -> None:
     assert [tokenizer.backend.token_to_id("<|im_end|>")] in tokenizer.spellings(["<|im_end|>"], param="bad_words")
 
 
-@given(text=st.text(max_size=200))
-@settings(max_examples=200, deadline=None)
-def test_the_lower_bound_of_tokens_holds(byte_level_tokenizer: Tokenizer, text: str) -> None:
-    encodable = text.encode("utf-8", "ignore").decode()
-    assert byte_level_tokenizer.fewest_tokens(encodable) <= len(
-        byte_level_tokenizer.encode(encodable, add_special_tokens=False)
-    )
-
-
-def test_the_lower_bound_says_something(tokenizer: Tokenizer) -> None:
-    assert tokenizer.fewest_tokens("the " * 1000) > 100
-
-
-def test_no_bound_where_the_tokenizer_may_drop_text(write: Write) -> None:
-    spec = byte_level() | {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}
-    assert Tokenizer.load(write(spec)).fewest_tokens(" " * 100_000) == 0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adds_begin", [True, False])
 @pytest.mark.parametrize("flag", [True, False, None])
