@@ -26,6 +26,8 @@ export VENV PYTHON TORCH_INDEX
 COMPAT := .venv-compat
 LOAD ?=
 MINUTES ?= 1.5
+SEED ?=
+RECORD ?=
 
 .PHONY: help serve test test-compat check format soak soak-mix bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
 .DEFAULT_GOAL := help
@@ -58,8 +60,8 @@ format: $(DEV)  ## Format the code, and mend what ruff can mend
 soak: $(DEV)  ## Run the tests that take minutes or measure times
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "soak and not gpu" $(ARGS)
 
-soak-mix: $(DEV)  ## Run a random mix of everything with faults, each answer checked, for MINUTES
-	MINUTES=$(MINUTES) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests/faults/test_soak_mix.py -m soak $(ARGS)
+soak-mix: $(DEV)  ## Run a random mix of everything with faults, each answer checked: MINUTES, SEED, RECORD=FILE
+	MINUTES=$(MINUTES) SEED=$(SEED) RECORD=$(RECORD) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests/faults/test_soak_mix.py -m soak $(ARGS)
 
 bench-cpu: $(DEV)  ## Measure this server beside transformers, on the CPU; prints one line of JSON last
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m bench.cpu $(ARGS)

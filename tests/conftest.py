@@ -7,13 +7,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from near_ties import NEAR_TIE
 
 # No test asserts a time: an example that is slow on a busy machine is no failure.
 hypothesis.settings.register_profile("pagewalk", deadline=None)
 hypothesis.settings.load_profile("pagewalk")
-
-NEAR_TIE = 1e-3
-"""Where the two largest logits are closer than this, another order of additions may rightly choose the other one."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 from real_house import RealHouse, real_house
-from tiny_model import write_tiny_model
+from tiny_model import attentive_parameters, write_tiny_model
 
 from mm import content
-from model.loader import random_parameters
-from model.parameters import Parameters
 from service import assembly
 
 B = 16
@@ -29,10 +27,7 @@ LIMIT = 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_model(tmp_path_factory.mktemp("two-layers"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("two-layers"), layers=2)
 
 
 Open = Any
@@ -42,14 +37,7 @@ Open = Any
 def open_house(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Open:
     """open_house(frames, slots, **settings): a server over a pool of so many frames."""
 
-    def attentive(*arguments: Any) -> Parameters:
-        parameters = random_parameters(*arguments)
-        for layer in parameters.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                linear.weight *= 12
-        return parameters
-
-    monkeypatch.setattr(assembly, "random_parameters", attentive)
+    monkeypatch.setattr(assembly, "random_parameters", attentive_parameters)
 
     def one(frames: int, slots: int = 0, **settings: Any) -> AbstractAsyncContextManager[RealHouse]:
         sizes = {"kv_cache_memory_bytes": frames * FRAME_BYTES, "swap_memory_bytes": slots * FRAME_BYTES}

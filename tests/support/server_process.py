@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ def _inode(port: int, client_port: int) -> str:
 
 
 class Process:
-    """`pagewalk serve` on a free port."""
+    """`pagewalk serve` on a free port. program: what Python is to run for the command `pagewalk`."""
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
+    def __init__(self, *arguments: str, folder: Path, program: Sequence[str] = ("-m", "service")) -> None:
         self.port = free_port()
         self.err = folder / "stderr"
         self.out = folder / "stdout"
@@ -44,7 +44,7 @@ class Process:
         ports = ["--port", str(self.port), "--admin-port", "0"]
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "service", "serve", *ports, *arguments], stdout=out, stderr=err, env=environ
+                [sys.executable, *program, "serve", *ports, *arguments], stdout=out, stderr=err, env=environ
             )
 
     def open(
