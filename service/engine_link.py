@@ -50,7 +50,11 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message: listen there, say Listening, and answer from now on. No model is there yet."""
+    """The first message: listen there, say Listening, and answer from now on. No model is there yet.
+
+    One that takes another's place listens only when it serves, if others answer meanwhile: else clients would be told
+    that the model loads.
+    """
 
     front_end: int
     settings: ApiSettings
@@ -59,6 +63,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     log_level: str
     log_format: logs.Format
     silence_s: float  # without a Status for this long, the engine's process is stuck
+    listens_at_once: bool = True
 
 
 class Serve(msgspec.Struct, frozen=True, tag="serve"):

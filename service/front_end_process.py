@@ -2,6 +2,7 @@
 
     connect ──▶ Hello ──▶ listen ──▶ Serve ──▶ load the tokenizer ──▶ requests ──▶ Goodbye ──▶ close, exit 0
                           the link is lost at any time: streams end with an error event, exit 1
+One that takes another's place listens when it serves.
 
 FD is its end of the socket pair. It holds nothing that the engine needs: if it dies, the engine's process cancels its
 Sequences and starts another. Signals are for the engine's process to act on; this one obeys its messages, and ends when
@@ -66,6 +67,7 @@ class FrontEndProcess:
         self.doors: Doors | None = None
         self._engine: EngineLink | None = None
         self._client: EngineClient | None = None
+        self._listens_later: Hello | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -107,7 +109,10 @@ class FrontEndProcess:
                     self.doors.front_end.api_keys.reload()
             case Hello():
                 self._meet(message)
-                self._begin(partial(self._listen, message))
+                if message.listens_at_once:
+                    self._begin(partial(self._listen, message))
+                else:
+                    self._listens_later = message
             case Serve():
                 self._begin(partial(self._serve, message))
             case Goodbye():
@@ -169,6 +174,8 @@ class FrontEndProcess:
         self._client = EngineClient(self._engine)
         self.doors.front_end.model = serve.facts.served(tokenizer, self._client)
         settle()
+        if self._listens_later is not None:
+            await self._listen(self._listens_later)
         self.link.send(Serving())
 
     async def _report_regularly(self) -> None:

@@ -306,7 +306,8 @@ class FrontEnds:
         self.desks[desk.number] = desk  # before the link: it may be lost at once
         self._unburied.append(desk)
         await asyncio.get_running_loop().create_unix_connection(lambda: desk.link, sock=ours)
-        desk.link.send(self._hello(desk.number))
+        listens_at_once = self._serve is None or not any(other.listens.is_set() for other in self.desks.values())
+        desk.link.send(msgspec.structs.replace(self._hello(desk.number), listens_at_once=listens_at_once))
         desk.tell_status()
         self._introduce(desk)
 

@@ -327,7 +327,7 @@ def is_running(pid: int) -> bool:
 def replaced(server: Process, dead: int) -> Callable[[], bool]:
     def check() -> bool:
         pids = server.front_ends()
-        return dead not in pids and len(pids) == 2 and server.gauge("pagewalk_front_ends") == 2
+        return dead not in pids and server.listening() == 2 and server.gauge("pagewalk_front_ends") == 2
 
     return check
 
@@ -354,6 +354,22 @@ def test_a_front_end_that_is_killed_loses_its_own_streams_only(server: Process) 
     assert len(server.streams_of_all(5)) == 2, "the new one serves"
     (line,) = [line for line in server.log() if "another takes its place" in line["event"]]
     assert (line["pid"], line["code"]) == (dead, -signal.SIGKILL)
+
+
+def test_nobody_is_told_that_the_model_loads_while_a_front_end_is_replaced(server: Process) -> None:
+    """The other one answers everybody, until the new one can."""
+    dead = server.front_ends()[0]
+    os.kill(dead, signal.SIGKILL)
+    server.until(lambda: server.listening() == 1)
+    statuses: list[int | None] = []
+
+    def ask() -> bool:
+        statuses.append(server.status("/ready"))
+        return server.listening() == 2
+
+    server.until(ask)
+    statuses += [server.status("/ready") for _ in range(20)]
+    assert set(statuses) == {200}
 
 
 def test_a_killed_engine_ends_every_stream_with_an_error_event(server: Process) -> None:

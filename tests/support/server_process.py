@@ -81,6 +81,11 @@ class Process:
         children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         return sorted(pid for pid in children if b"front_end_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
+    def listening(self) -> int:
+        """Sockets that take connections: each front end has one of its own."""
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return sum(fields[3] == "0A" and int(fields[1].split(":")[1], 16) == self.port for fields in lines)
+
     def owner(self, response: http.client.HTTPResponse) -> int:
         """The front end that answers: the process that holds the other end of the connection."""
         connection = self.connections[self.responses.index(response)]

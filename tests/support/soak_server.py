@@ -119,14 +119,14 @@ class SoakServer:
 
     async def kill_front_end(self, place: int, of: int) -> None:
         """SIGKILL one of so many; returns when another has taken its place."""
-        await self._until(lambda: _listening(self.process.port) == of)
+        await self._until(lambda: self.process.listening() == of)
         pid = self.process.front_ends()[place]
         self._deaths += 1
         self._is_killing = True
         os.kill(pid, signal.SIGKILL)
         await self._until(lambda: _has_ended(pid))
         self._is_killing = False
-        await self._until(lambda: _listening(self.process.port) == of)
+        await self._until(lambda: self.process.listening() == of)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -153,12 +153,6 @@ class SoakServer:
         killed = -signal.SIGKILL
         errors = [each for each in self.process.log() if each["level"] in ("error", "critical")]
         assert all(each.get("code") == killed for each in errors), errors
-
-
-def _listening(port: int) -> int:
-    """Sockets: each front end has one of its own."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(fields[3] == "0A" and int(fields[1].split(":")[1], 16) == port for fields in lines)
 
 
 def _has_ended(pid: int) -> bool:
