@@ -11,6 +11,7 @@ from functools import partialmethod
 from typing import Any
 
 import msgspec
+from short_memory import no_memory
 from tiny_model import attentive_parameters
 
 from mm.preemption import CostEstimates
@@ -50,9 +51,7 @@ def _lack_memory(kernels: Any, likely: float, draw: random.Random) -> None:
 
     def compute_or_fail(self: Any, batch: ForwardBatch, scored: int = 0) -> Any:
         if len(batch.token_ids) > 3 and draw.random() < likely:
-            import torch
-
-            torch.empty(1 << 55)
+            no_memory()
         return compute(self, batch, scored)
 
     kernels.compute = compute_or_fail
