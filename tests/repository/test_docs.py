@@ -23,6 +23,33 @@ HANDLED = ("make", "curl", "pagewalk", "pip", "docker", "openssl")
 WORDS = (*HANDLED, "python", "python3", "git", "sh")
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "docs").glob("*/*.md")), ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    for target in filter(None, (target for pair in targets for target in pair)):
+        path, _, anchor = target.partition("#")
+        if "://" not in path:
+            place = (page.parent / path) if path else page
+            assert place.exists(), target
+            assert not anchor or anchor in anchors(place), target
+
+
+def test_alerts_name_chapters() -> None:
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+    named = re.findall(r"docs/operations\.md#(\S+)", alerts)
+    assert len(named) == alerts.count("- alert:")
+    assert set(named) <= anchors(ROOT / "docs" / "operations.md")
+
+
 def blocks(*languages: str) -> Iterator[tuple[str, str]]:
     """(page, text) of the fenced blocks in these languages."""
     for page in PAGES:
