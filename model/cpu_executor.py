@@ -50,6 +50,8 @@ log = logging.getLogger("pagewalk.executor")
 class CpuTicket:
     """`model.step_plan.Ticket`: set by the worker when the step is done or has failed."""
 
+    graph_hit = None
+
     def __init__(self, step: int) -> None:
         self.step = step
         self._done = threading.Event()
@@ -126,6 +128,10 @@ class CpuExecutor:
             self._kernels.prepare(parameters)
             self.threads = self._choose_threads(threads)
         self._worker.start()
+
+    @property
+    def device_memory(self) -> None:
+        return None
 
     def submit(self, plan: StepPlan) -> CpuTicket:
         """Enqueue one step and return at once. Raises RuntimeError after `close`."""

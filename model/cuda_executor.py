@@ -35,6 +35,7 @@ from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import CannotResize, OutOfDeviceMemory
+from model.executor import DeviceMemory
 from model.kernels import SCORED_AT_ONCE
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
@@ -77,6 +78,7 @@ class CudaTicket:
     sequences: int
     reports: Reports
     executor: "CudaExecutor"
+    graph_hit: bool
 
     def is_done(self) -> bool:
         return self.executor.results.is_done(self.slot, self.step)
@@ -339,10 +341,14 @@ class CudaExecutor:
                 page_locked=True,
                 thin_rows=thin_rows,
             )
+            pool = self._program.pool
+            self.resizes_frames = isinstance(pool, GrowingFramePool)
+            self._lasting_bytes = parameters.size_bytes() + (0 if self.resizes_frames else pool.data.nbytes)
+            torch.cuda.reset_peak_memory_stats(device)  # loading is over
+            self._graph_bytes = 0
             self.results, self.masks = self._program.results, self._program.masks.words
             self.frames, self.frame_bytes = self._program.pool.frames, self._program.pool.layout.frame_bytes
             self.start_frames = self._program.pool.usable
-            self.resizes_frames = isinstance(self._program.pool, GrowingFramePool)
             self.slots = min(swap_bytes // self.frame_bytes, self.frames)
             self._store = BackingStore(self.slots, self.frame_bytes, page_locked=True)
             self._mover = SwapMover(self._program.pool, self._store)
@@ -370,7 +376,7 @@ class CudaExecutor:
             reports.scored = self._program.run(self._program.sizes(plan, self._raw_stream), plan.scored)
         else:
             reports.scored = self._program.compute(self._program.sizes(plan, self._raw_stream), plan.scored)
-        return CudaTicket(plan.step, slot, sequences, reports, self)
+        return CudaTicket(plan.step, slot, sequences, reports, self, graph_hit=graph is not None)
 
     def sample(self, plan: StepPlan) -> None:
         """Enqueue the sampling of the masked step submitted last."""
@@ -435,6 +441,12 @@ class CudaExecutor:
         """Graphs that exist."""
         return self._graphs.captured
 
+    @property
+    def device_memory(self) -> DeviceMemory:
+        """What torch has given out; what the driver keeps for itself is not in it."""
+        peak = torch.cuda.max_memory_allocated(self._device_index) - self._lasting_bytes
+        return DeviceMemory(max(0, peak), self._graphs.captured, self._graphs.most, self._graph_bytes)
+
     def use_idle_time(self) -> bool:
         """Capture a graph that is missing."""
         with torch.cuda.stream(self.stream):
@@ -476,6 +488,7 @@ class CudaExecutor:
         if size.kind in (Kind.MIXED, Kind.MIXED_LOGITS):
             blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
             step = replace(step, prefill_blocks=blocks)
+        reserved = torch.cuda.memory_reserved(self._device_index)
         graph = torch.cuda.CUDAGraph()
         # thread-local: another thread may page-lock memory for swap meanwhile
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
@@ -484,6 +497,7 @@ class CudaExecutor:
         else:
             self._program.compute(step)
         graph.capture_end()
+        self._graph_bytes += torch.cuda.memory_reserved(self._device_index) - reserved
         return graph
 
 

@@ -1,6 +1,6 @@
 """What carries plans out. `cpu_executor` and `cuda_executor` implement this, and so do the tests' simulated ones."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mm.addresses import Int32Array
 from mm.page_copies import SwapOrders
@@ -10,6 +10,15 @@ if TYPE_CHECKING:  # torch takes a second: front ends do without
     from torch import Tensor
 
     from mm.backing_store import BackingStore
+
+
+class DeviceMemory(NamedTuple):
+    """What an executor has of a device's memory beside weights and pool."""
+
+    activations_peak_bytes: int  # the most that steps have had to compute in
+    graphs: int  # captured steps, ...
+    most_graphs: int  # ... of so many that may be
+    graph_bytes: int  # that those have for themselves
 
 
 class Executor(Protocol):
@@ -28,6 +37,11 @@ class Executor(Protocol):
     """(most rows of a step, mask_words(vocabulary)): for `sample`. Free to be written while no step waits for it."""
 
     polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """None where it computes in the host's memory."""
+        ...
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Enqueue one step and return at once. If rows of it are masked, it ends by `sample`; no step comes before."""

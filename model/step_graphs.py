@@ -152,6 +152,11 @@ class StepGraphs:
             self.capture_next()
 
     @property
+    def most(self) -> int:
+        """Graphs that there may be."""
+        return sum(map(len, self._sizes.values()))
+
+    @property
     def captured(self) -> int:
         """Graphs that exist."""
         return sum(len(graphs) for graphs in self._graphs.values())

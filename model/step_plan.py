@@ -170,6 +170,11 @@ class Ticket(Protocol):
 
     step: int
 
+    @property
+    def graph_hit(self) -> bool | None:
+        """Whether it was there as a graph, and not launched kernel by kernel; None where nothing is."""
+        ...
+
     def is_done(self) -> bool:
         """Whether `wait` would return at once. Costs next to nothing: it is polled."""
         ...

@@ -167,6 +167,8 @@ async def meminfo(request: web.Request) -> web.Response:
     snapshot = await front_end.engine.ask(TakeSnapshot())
     weights: MemoryFacts = {"dtype": (model.dtype, ""), "weights_bytes": (model.weights_bytes, "B")}
     facts = _head(snapshot) | _memory(snapshot) | weights
+    if snapshot.device_memory is not None:
+        facts["activations_peak_bytes"] = snapshot.device_memory.activations_peak_bytes, "B"
     if wants_text(request):
         lines = [f"{name + ':':<18}{value:>16} {unit}".rstrip() + "\n" for name, (value, unit) in facts.items()]
         return web.Response(text="".join(lines))

@@ -33,6 +33,7 @@ class SequenceEntry(msgspec.Struct, frozen=True):
     priority: int
     key: str  # what the requests of one key have in common
     front_end: int
+    client: str  # the address that it came from
     age_s: float
     queue_ms: float | None  # None: not admitted yet
     ttft_ms: float | None  # None: no token yet
@@ -131,6 +132,7 @@ def _entries(inside: Inside, chosen: list[Sequence]) -> list[SequenceEntry]:
                 priority=each.priority,
                 key=each.owner,
                 front_end=each.front_end,
+                client=each.client,
                 age_s=round(now - each.submitted_s, 3),
                 queue_ms=_ms(each.admitted_s, each.submitted_s),
                 ttft_ms=_ms(each.first_token_s, each.submitted_s),

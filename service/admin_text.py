@@ -92,7 +92,8 @@ def ps(facts: Facts) -> str:
     columns = {
         "ID": "id", "STATE": "state", "WAITS-FOR": "wait_reason", "TENANT": "tenant", "AGE": "age_s",
         "TTFT-MS": "ttft_ms", "PROMPT": "prompt_tokens", "CACHED": "cached_tokens", "OUTPUT": "output_tokens",
-        "MAX": "max_tokens", "RSS": "rss", "PSS": "pss", "SWAP": "swap", "PREEMPT": "preemptions", "REQUEST": "request",
+        "MAX": "max_tokens", "RSS": "rss", "PSS": "pss", "SWAP": "swap", "PREEMPT": "preemptions", "CLIENT": "client",
+        "REQUEST": "request",
     }  # fmt: skip
     blank = dict.fromkeys(columns.values())
     others = [
@@ -253,7 +254,7 @@ def steps(facts: Facts) -> str:
     columns = {
         "STEP": "step", "MS": "ms", "PREFILL": "prefill_tokens", "DECODE": "decode_tokens", "BATCH": "batch",
         "RUNNING": "running", "SWAPPED": "swapped", "WAITING": "waiting", "MAPPED": "mapped_frames",
-        "FREE": "free_frames", "EVICTED": "evictions",
+        "FREE": "free_frames", "EVICTED": "evictions", "GRAPH": "graph_hit",
     }  # fmt: skip
     return table(facts["steps"], columns)
 

@@ -123,6 +123,8 @@ def vmstat(inside: Inside, asked: Look) -> Facts:
         "recompute_tokens": counters.prefix_return - counters.prefix_recover,
         "preempt": scheduler.preemptions,
         "oom_abort": scheduler.oom_ends,
+        "graph_hit": inside.engine.steps.graph_hits,
+        "graph_miss": inside.engine.steps.graph_misses,
     }
 
 
@@ -174,6 +176,11 @@ def pools(inside: Inside, asked: Look) -> Facts:
     def pool(name: str, active: int, total: int, size: int, most: int | None = None) -> Facts:
         return {"name": name, "active_objs": active, "num_objs": total, "obj_bytes": size, "high_water": most}
 
+    device = executor.device_memory
+    of_device = [] if device is None else [
+        pool("step_graphs", device.graphs, device.most_graphs, device.graph_bytes // max(1, device.graphs)),
+        pool("scratch", 1, 1, device.activations_peak_bytes),
+    ]  # fmt: skip
     return {
         "pools": [
             pool("kv_frames", frames.usable - frames.free_frames, frames.usable, executor.frame_bytes,
@@ -183,6 +190,7 @@ def pools(inside: Inside, asked: Look) -> Facts:
             pool("page_cache", len(cache), cache.capacity, 4 * memory.page_size),
             pool("shadows", len(memory.shadows), memory.shadows.capacity, 32),
             pool("pins", memory.pins.pages, memory.pins.limit, executor.frame_bytes),
+            *of_device,
         ]
     }  # fmt: skip
 

@@ -39,6 +39,8 @@ class Caller(NamedTuple):
     owner: str = ""
     """What its key's requests have in common: from the key's digest, not the key. Empty where no key was asked for."""
 
+    address: str = ""  # that its connection comes from: a client's, or a proxy's
+
 
 def digest_of(key: str) -> bytes:
     """SHA-256 of a key's bytes."""

@@ -42,8 +42,10 @@ async def restore(request: web.Request) -> web.StreamResponse:
     front_end.check_room()
     model.client.check_admission(1)
     interval = front_end.settings.stream_interval if body.stream else 1
-    by = request[CALLER].owner
-    generation, restored, told = await Generation.restore(body, model, front_end.engine, by=by, interval=interval)
+    caller = request[CALLER]
+    generation, restored, told = await Generation.restore(
+        body, model, front_end.engine, caller=caller, interval=interval
+    )
     request[ID] = restored.request_id
     kind = CompletionForm if restored.form == "completion" else ChatForm
     more = {"restored_tokens": len(restored.tokens) - restored.answer_begin}

@@ -251,7 +251,10 @@ class Checkpoints:
         if not engine.is_connected(front_end):
             raise ServiceUnavailable("who asked for it has gone")
         message = msgspec.structs.replace(
-            header.submit, sequence_id=asked.sequence_id, request_id=asked.request_id or header.submit.request_id
+            header.submit,
+            sequence_id=asked.sequence_id,
+            request_id=asked.request_id or header.submit.request_id,
+            client=asked.client,
         )
         count = len(message.prompt_ids)
         engine.limits.check_fits(count, message.max_tokens, message.tenant)

@@ -93,6 +93,7 @@ class StepReport:
     prefill_tokens: int
     decode_tokens: int
     sampled_tokens: int
+    graph_hit: bool | None  # None where there are no graphs
     gaps_s: FloatArray  # (N,) per token: since that Sequence's token before; NaN for first tokens
     schedule_s: float
     submit_s: float
@@ -265,7 +266,7 @@ class Engine:
         if (prefilled := step.plan.prefill_tokens) > step.plan.decodes:
             self.scheduler.memory.costs.observe_prefill(prefilled, seconds)
         self._publish(step.plan.step, committed, now)
-        self._log_step(step.plan, len(committed.tokens), seconds, now)
+        self._log_step(step, len(committed.tokens), seconds, now)
         self._progress_s = now
         self._step = step.plan.step
         self._observer.step_ended(
@@ -274,6 +275,7 @@ class Engine:
                 prefill_tokens=prefilled,
                 decode_tokens=step.plan.decodes,
                 sampled_tokens=len(committed.tokens),
+                graph_hit=step.ticket.graph_hit,
                 gaps_s=committed.gaps_s,
                 schedule_s=step.schedule_s,
                 submit_s=step.submit_s,
@@ -282,8 +284,8 @@ class Engine:
             )
         )
 
-    def _log_step(self, plan: StepPlan, sampled: int, seconds: float, now: float) -> None:
-        scheduler, memory = self.scheduler, self.scheduler.memory
+    def _log_step(self, step: _InFlight, sampled: int, seconds: float, now: float) -> None:
+        plan, scheduler, memory = step.plan, self.scheduler, self.scheduler.memory
         self.steps.append(
             StepEntry(
                 step=plan.step,
@@ -299,6 +301,7 @@ class Engine:
                 mapped_frames=memory.frames.mapped,
                 free_frames=memory.free_frames,
                 evictions=memory.shadows.evictions,
+                graph_hit=step.ticket.graph_hit,
             )
         )
 
@@ -608,6 +611,9 @@ class Engine:
             counters=memory.counters(),
             pressure=memory.pressure.read(memory.now),
             frame_bytes=self.executor.frame_bytes,
+            device_memory=self.executor.device_memory,
+            graph_hits=self.steps.graph_hits,
+            graph_misses=self.steps.graph_misses,
             stalls=self.scheduler.stalls,
             oom_ends=self.scheduler.oom_ends,
         )

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from mm import EventCounters, MemoryInformation, MissReason, Pressure
+from model.executor import DeviceMemory
 from model.step_plan import SamplingParameters
 from service.constraint import Constraint
 from service.errors import BadRequest, Draining, EngineDead, Loading, QueueFull, quoted
@@ -67,6 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     end_ids: list[int]  # the Sequence ends after any of these; empty with ignore_eos
     tenant: str = DEFAULT_TENANT
     owner: str = ""  # whose request it is: what the requests of one key have in common (auth.py)
+    client: str = ""  # the address that it came from, for operators
     form: AnswerForm = "completion"  # for a request that is forked from it
     text: TextWishes = TextWishes()
     first_choice: int = 0  # its number in the answer; siblings follow
@@ -264,6 +266,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     counters: EventCounters
     pressure: Pressure
     frame_bytes: int
+    device_memory: DeviceMemory | None = None  # beside weights and pool; None where it is the host's
+    graph_hits: int = 0  # steps that there was a graph for, ...
+    graph_misses: int = 0  # ... and others
     stalls: int = 0  # times that a Sequence began to wait for frames
     oom_ends: int = 0  # searches that ended for want of memory
 

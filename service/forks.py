@@ -73,6 +73,7 @@ def fork(scheduler: Scheduler, limits: Limits, queue: QueueState, front_end: int
         parent.continued(tokens.tolist(), now),
         sequence_id=asked.sequence_id,
         request_id=asked.request_id,
+        client=asked.client,
         max_tokens=max_tokens,
         sampling=sampling,
         end_ids=asked.end_ids,

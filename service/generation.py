@@ -117,6 +117,7 @@ class Generation:
         client.expect(sequence_id, stream)
         question = Fork(
             owner=caller.owner,
+            client=caller.address,
             parent=parent.key,
             sequence_id=sequence_id,
             request_id=request_id,
@@ -138,7 +139,7 @@ class Generation:
 
     @classmethod
     async def restore(
-        cls, body: RestoreFrom, model: ServedModel, engine: Answerer, *, by: str, interval: int = 1
+        cls, body: RestoreFrom, model: ServedModel, engine: Answerer, *, caller: Caller, interval: int = 1
     ) -> "tuple[Generation, Restored, ForkBody]":
         """One Sequence that goes on from a checkpoint; what that says; and the body that asks for such an answer.
 
@@ -148,7 +149,8 @@ class Generation:
         sequence_id, inbox = client.next_sequence_id(), Inbox(client.turn)
         stream = TokenStream(partial(client.cancel, sequence_id), inbox, interval=interval)
         client.expect(sequence_id, stream)
-        asked = asyncio.ensure_future(engine.ask(Restore(body.path, sequence_id, body.request_id or "", by)))
+        question = Restore(body.path, sequence_id, body.request_id or "", caller.owner, caller.address)
+        asked = asyncio.ensure_future(engine.ask(question))
         try:
             restored = await asyncio.shield(asked)
             told = _body_of(body, restored)
@@ -381,6 +383,7 @@ def _asked(
         request_id=request_id,
         tenant=caller.tenant,
         owner=caller.owner,
+        client=caller.address,
         prompt_ids=[],
         max_tokens=0,
         sampling=sampling,

@@ -277,6 +277,16 @@ class Metrics(Collector):
         for phase, histogram in self._step_s.items():
             steps.add_metric([phase], histogram.buckets(), histogram.sum)
         yield steps
+        graphs = CounterMetricFamily(
+            "pagewalk_graph_steps", "Steps that there was a CUDA graph for (hit), and others (miss)", labels=["graph"]
+        )
+        graphs.add_metric(["hit"], snapshot.graph_hits)
+        graphs.add_metric(["miss"], snapshot.graph_misses)
+        yield graphs
+        if snapshot.device_memory is not None:
+            text = "The most memory that steps have had to compute in"
+            peak = snapshot.device_memory.activations_peak_bytes
+            yield GaugeMetricFamily("pagewalk_activations_peak_bytes", text, peak)
 
     def _of_the_field(self, facts: ServedFacts, snapshot: EngineSnapshot, http: HttpCounts) -> Iterator[Metric]:
         keys, values = list(facts.labels), list(facts.labels.values())

@@ -97,7 +97,7 @@ def access_of(request: web.Request) -> Access:
 def check_access(request: web.Request) -> None:
     """Whose request it is, in request[CALLER]. Raises AuthenticationError or PermissionDenied."""
     front_end, access = request.app[FRONT_END], access_of(request)
-    request[CALLER] = Caller()
+    request[CALLER] = Caller(address=address_of(request))
     if access == "open" or (access == "key" and not front_end.api_keys):
         return
     key = _given_key(request)
@@ -106,7 +106,12 @@ def check_access(request: web.Request) -> None:
         raise PermissionDenied("This key does not open the admin routes.")
     if caller is None:
         raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
-    request[CALLER] = caller
+    request[CALLER] = caller._replace(address=address_of(request))
+
+
+def address_of(request: web.Request) -> str:
+    """Whose connection it is; empty if that has no address."""
+    return request.remote or ""
 
 
 def _given_key(request: web.Request) -> str | None:

@@ -129,6 +129,7 @@ class Fork(Question[Forked], frozen=True, tag="fork"):
     priority: int = 0
     timeout_s: float | None = None
     text: TextWishes = TextWishes()
+    client: str = ""
 
 
 class SaveCheckpoint(Question[bytes], frozen=True, tag="save_checkpoint"):
@@ -161,6 +162,7 @@ class Restore(Question[Restored], frozen=True, tag="restore"):
     sequence_id: int
     request_id: str  # "": as it was
     by: str
+    client: str = ""
 
 
 class ViewQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

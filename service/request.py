@@ -47,6 +47,7 @@ class Sequence:
     request_id: str
     tenant: str
     owner: str  # whose key sent it
+    client: str  # the address that it came from
     uses_cache: bool  # reads and fills the page cache
     cache_salt: str  # shares cached pages with equal salts only
     prompt_tokens: int
@@ -108,6 +109,7 @@ class Sequence:
             request_id=message.request_id,
             tenant=message.tenant,
             owner=message.owner,
+            client=message.client,
             uses_cache=message.prefix_cache,
             cache_salt=message.cache_salt,
             prompt_tokens=len(prompt_ids),

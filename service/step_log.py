@@ -22,6 +22,7 @@ class StepEntry(NamedTuple):
     mapped_frames: int
     free_frames: int
     evictions: int  # since the start
+    graph_hit: bool | None  # None where there are no graphs
 
 
 class StepLog(deque[StepEntry]):
@@ -29,3 +30,10 @@ class StepLog(deque[StepEntry]):
 
     def __init__(self) -> None:
         super().__init__(maxlen=STEPS_KEPT)
+        self.graph_hits = 0  # steps that there was a graph for, since the start, ...
+        self.graph_misses = 0  # ... and those that were launched kernel by kernel
+
+    def append(self, entry: StepEntry) -> None:
+        super().append(entry)
+        self.graph_hits += entry.graph_hit is True
+        self.graph_misses += entry.graph_hit is False

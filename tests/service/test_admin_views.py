@@ -13,6 +13,7 @@ from stepped_engine import PAGE, SteppedEngine
 
 from mm import Watermarks
 from mm.frame_views import STATE_BITS, FrameState, SlotState, frame_map
+from model.executor import DeviceMemory
 from service import admin
 from service.admin_text import RENDERERS
 from service.errors import BadRequest, NotFound, QueueFull
@@ -199,6 +200,16 @@ async def test_pools_read_like_slabinfo() -> None:
     assert frames["active_objs"] <= frames["high_water"] <= 40
 
 
+async def test_pools_tell_what_is_taken_of_a_device_if_there_is_one() -> None:
+    house = await under_load(steps=1)
+    assert not {"step_graphs", "scratch"} & {pool["name"] for pool in look(house, "pools")["pools"]}
+    house.executor.in_device = DeviceMemory(activations_peak_bytes=5000, graphs=3, most_graphs=8, graph_bytes=600)
+    pools = {pool["name"]: pool for pool in look(house, "pools")["pools"]}
+    graphs, scratch = pools["step_graphs"], pools["scratch"]
+    assert (graphs["active_objs"], graphs["num_objs"], graphs["obj_bytes"]) == (3, 8, 200)
+    assert scratch["obj_bytes"] == 5000
+
+
 async def test_maps_read_like_the_kernels() -> None:
     house = await under_load()
     line = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8}) ([r-][w-]-[ps]) ([0-9a-f]{8}) (\d\d:\d\d) (\d+) +\[(\S+)\]")
@@ -359,6 +370,25 @@ async def test_steps_are_kept_in_order() -> None:
     assert [entry["step"] for entry in steps] == list(range(steps[0]["step"], steps[0]["step"] + 20))
     assert all(entry["batch"] >= entry["decode_tokens"] for entry in steps)
     assert look(house, "steps", after=steps[-2]["step"])["steps"] == steps[-1:]
+
+
+async def test_steps_tell_whether_there_was_a_graph_for_them_and_vmstat_counts_them() -> None:
+    house = SteppedEngine()
+    house.executor.graph_hit = lambda plan: plan.decodes == len(plan.rows)
+    house.submit([1, 2, 3], 6)
+    for _ in range(8):
+        await house.step()
+    steps = look(house, "steps")["steps"]
+    assert [entry["graph_hit"] for entry in steps] == [entry["prefill_tokens"] == 0 for entry in steps]
+    counted = look(house, "vmstat")
+    assert (counted["graph_hit"], counted["graph_miss"]) == (5, 1)
+
+
+async def test_where_there_are_no_graphs_no_step_misses_one() -> None:
+    house = await under_load(steps=5)
+    counted = look(house, "vmstat")
+    assert (counted["graph_hit"], counted["graph_miss"]) == (0, 0)
+    assert {entry["graph_hit"] for entry in look(house, "steps")["steps"]} == {None}
 
 
 async def test_a_sequence_is_found_by_its_name_or_its_request() -> None:

@@ -181,6 +181,9 @@ async def test_a_running_sequence_is_paused_resumed_and_aborted(house: RealHouse
         await response.content.readline()
         status, answer = await post(house, "sequences/mine/pause", {})
         assert (status, answer["after"]["state"]) == (200, "paused")
+        assert (await get(house, "sequences/mine/status"))[2]["client"] == "127.0.0.1"
+        (line,) = [line for line in (await get(house, "sequences.txt"))[2].splitlines() if line.endswith("  mine")]
+        assert line.split()[-2] == "127.0.0.1"
         async with house.session.get(house.url + "/v1/requests/mine") as shown:
             assert (await shown.json())["sequences"][0]["state"] == "paused"
         assert (await post(house, "sequences/mine/resume", {}))[1]["before"]["state"] == "paused"
@@ -287,7 +290,11 @@ async def test_a_paused_request_can_be_forked(house: RealHouse) -> None:
     parent = asyncio.create_task(house.post("/v1/completions", body))
     while (await post(house, "sequences/p/pause", {}))[1].get("after", {}).get("frames", 0) < 2:
         await post(house, "sequences/p/resume", {})
-    child = await house.post("/v1/requests/p/fork", {"temperature": 0})
+    fork = asyncio.create_task(house.post("/v1/requests/p/fork", {"temperature": 0}))
+    while len(found := (await get(house, "sequences"))[2]["sequences"]) < 2 and not fork.done():
+        pass
+    assert {each["client"] for each in found} == {"127.0.0.1"}
+    child = await fork
     await post(house, "sequences/p/resume", {})
     assert (await parent)["choices"][0]["text"].endswith(child["choices"][0]["text"])
 

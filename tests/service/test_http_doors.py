@@ -522,7 +522,7 @@ async def test_meminfo(start: Start) -> None:
     assert (facts["cached"], facts["copying"], facts["available"], facts["cached_pages"]) == (11, 2, 91, 14)
     assert (facts["shared"], facts["page_tokens"], facts["frame_bytes"]) == (2, 16, 4096)
     assert (facts["host_total"], facts["host_free"]) == (40, 37)
-    assert (facts["dtype"], facts["weights_bytes"]) == ("bfloat16", 123_456)
+    assert (facts["dtype"], facts["weights_bytes"], facts["activations_peak_bytes"]) == ("bfloat16", 123_456, 654_321)
     async with server.session.get(url, headers={"Accept": "text/plain"}) as response:
         assert response.content_type == "text/plain"
         lines = [line.split() for line in (await response.text()).splitlines()]

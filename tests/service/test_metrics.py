@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from mm import EventCounters, MemoryInformation, Pressure, Stall
+from model.executor import DeviceMemory
 from service.engine import StepReport
 from service.engine_client import Ended, EngineSnapshot, QueueState
 from service.generation import PromptNumbers
@@ -37,6 +38,7 @@ REPORT = StepReport(
     prefill_tokens=100,
     decode_tokens=3,
     sampled_tokens=4,
+    graph_hit=True,
     gaps_s=np.array([0.004, 0.02, 0.02, np.nan]),
     schedule_s=3e-5,
     submit_s=1e-5,
@@ -75,6 +77,9 @@ def served(**changes: Any) -> ServedFacts:
         counters=COUNTERS,
         pressure=Pressure(some=Stall(1.5, 0.5, 0.1, 2_500_000), full=Stall(0.0, 0.0, 0.0, 250_000)),
         frame_bytes=1024,
+        device_memory=DeviceMemory(777, 1, 2, 3),
+        graph_hits=9,
+        graph_misses=4,
     )
     facts: dict[str, Any] = {
         "model_name": 'a "model"\n',
@@ -165,6 +170,9 @@ def test_what_the_engine_looks_like_now(metrics: Metrics) -> None:
         "on the CPU the pool is in host memory, too"
     )
     assert found["pagewalk_kv_bytes[('tier', 'gpu')]"] == 0
+    assert found["pagewalk_graph_steps_total[('graph', 'hit')]"] == 9
+    assert found["pagewalk_graph_steps_total[('graph', 'miss')]"] == 4
+    assert found["pagewalk_activations_peak_bytes"] == 777
     kinds = {"alloc": 30, "free": 5, "evict": 6, "refault": 2, "cow": 1, "swap_in": 3, "swap_out": 4}
     assert {kind: found[f"pagewalk_kv_events_total[('kind', '{kind}')]"] for kind in kinds} == kinds
     stalled = "pagewalk_kv_pressure_stall_seconds_total[('kind', '%s')]"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mm import EventCounters, MemoryInformation, Pressure, Stall
+from model.executor import DeviceMemory
 from service.engine_client import (
     Abort,
     Cancel,
@@ -229,4 +230,5 @@ class ScriptedEngine:
             counters=EventCounters(allocate=7, free=0, cow_fault=0, fork=0, truncate=0),
             pressure=Pressure(some=Stall(0.0, 0.0, 0.0, 0), full=Stall(0.0, 0.0, 0.0, 0)),
             frame_bytes=4096,
+            device_memory=DeviceMemory(654_321, 2, 10, 3000),
         )

@@ -19,6 +19,7 @@ from simulated_mover import SimulatedMover
 
 from mm import MemoryManager, SwapOrders
 from mm.backing_store import BackingStore
+from model.executor import DeviceMemory
 from model.step_plan import FED_BACK, Float32Array, LogProbs, SamplingParameters, StepPlan, StepResult
 from service.beam_search import Hypothesis, Search
 from service.engine_client import BeamSearch
@@ -61,8 +62,11 @@ def expected_output(
 
 
 class SimulatedTicket:
-    def __init__(self, step: int, result: StepResult | Exception, gate: threading.Event) -> None:
+    def __init__(
+        self, step: int, result: StepResult | Exception, gate: threading.Event, *, graph_hit: bool | None = None
+    ) -> None:
         self.step = step
+        self.graph_hit = graph_hit
         self._result = result
         self._gate = gate
 
@@ -96,12 +100,18 @@ class SimulatedExecutor:
         self.fail_rows: Callable[[StepPlan], list[int]] = lambda plan: []  # places whose logits are not finite
         self.lacks_memory: Callable[[StepPlan], bool] = lambda plan: False
         self.error: Exception | None = None  # what the next step raises
+        self.in_device: DeviceMemory | None = None
+        self.graph_hit: Callable[[StepPlan], bool | None] = lambda plan: None
         self.is_closed = False
         self.resized: tuple[int, int] | None = None
         self.slots = self.ready_slots = memory.swap.total
         self.mover = SimulatedMover(self.device)
         self.with_stores: dict[int, tuple[SwapOrders, BackingStore]] = {}  # copies to and from elsewhere
         self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        return self.in_device
 
     def submit(self, plan: StepPlan) -> SimulatedTicket:
         self.check(plan)
@@ -122,7 +132,7 @@ class SimulatedExecutor:
         failed = np.zeros(len(plan.rows), np.bool_)
         failed[self.fail_rows(plan)] = True
         result = StepResult(tokens, failed, self.logprobs(plan, tokens), self.scored(plan))
-        return SimulatedTicket(plan.step, self.error or result, self.gate)
+        return SimulatedTicket(plan.step, self.error or result, self.gate, graph_hit=self.graph_hit(plan))
 
     def store(self, plan: StepPlan) -> None:
         if (settings := plan.settings) is None:
