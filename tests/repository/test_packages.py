@@ -82,3 +82,19 @@ def test_a_wheel_carries_every_file_of_the_packages() -> None:
         holders = [each for each in packages if (package + ".").startswith(each + ".")]
         inside = ((each, name.relative_to(Path(*each.split(".")))) for each in holders)
         assert any(rest.match(pattern) for each, rest in inside for pattern in data.get(each, ())), name
+
+
+def test_what_is_not_ours_is_named_with_its_licence() -> None:
+    """In NOTICE, which goes with the wheel as every licence does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    licences = {path for pattern in project["license-files"] for path in ROOT.glob(pattern)}
+    assert {ROOT / "LICENSE", ROOT / "NOTICE"} <= licences
+    vendored = [path for path in tracked_files() if "vendor" in path.parts]
+    assert vendored
+    for path in vendored:
+        assert path.name in _read("NOTICE"), path
+        name = path.name.partition(".")[0]
+        assert any(licence.name == f"{name}.LICENSE" for licence in licences), path
+        version = re.search(rf"^{name} (\S+)", _read("NOTICE"), re.MULTILINE)
+        assert version is not None
+        assert path.suffix != ".js" or f"v{version[1]}" in path.read_text()[:200]
