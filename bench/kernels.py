@@ -77,6 +77,8 @@ PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, new tokens each, tok
     "8 x 2,048": (8, 2048, 2048),
     "32 x 512": (32, 512, 512),
     "2,048 new over 30,000": (1, 2048, 32048),
+    "512 new over 4,096": (1, 512, 4608),
+    "128 new over 30,000": (1, 128, 30128),
 }
 
 

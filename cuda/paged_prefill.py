@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuda.errors import ShapeMismatch
-from cuda.frames import FramePool
+from cuda.frames import FrameLayout, FramePool
 from cuda.launch import KernelLoader, KernelSpec
 from cuda.tensors import check_rows, check_tensor, element_of
 
@@ -16,7 +16,15 @@ MAX_SEQUENCES = 1024
 BLOCK_ROWS = 128  # query tokens * heads of a group
 TILE_PAGES = 4
 HOPPER_TILE_PAGES = 8
+HOPPER_TILES = 5  # on their way: 3 of keys, 2 of values
 HOPPER = 90  # the compute capability: later ones have no wgmma
+
+
+def hopper_shared_bytes(layout: FrameLayout) -> int:
+    """Of a block of paged_prefill_hopper.cu: queries, tiles of keys and values, and room to begin at a multiple of
+    1024.
+    """
+    return 2 * BLOCK_ROWS * layout.head_dim * 2 + HOPPER_TILES * HOPPER_TILE_PAGES * layout.page_bytes + 1024
 
 
 class PagedPrefill:
@@ -35,12 +43,10 @@ class PagedPrefill:
         self._takes_turns = loader.capability == HOPPER and not portable
         self._multiprocessors = loader.multiprocessors
         types = f"<{element_of(layout.dtype)}, {layout.head_dim}>"
-        plan = KernelSpec("prefill_plan", "PPiiPPi", 1024)
+        plan = KernelSpec("prefill_plan", "PPiiPPiiiP", 1024)
         if self._takes_turns:
             (self._plan_kernel,) = loader.load("paged_prefill.cu", [plan])
-            queries, tiles = 2 * BLOCK_ROWS * layout.head_dim * 2, 2 * HOPPER_TILE_PAGES * 2 * layout.page_bytes
-            shared_bytes = queries + tiles + 1024  # room to begin at a multiple of 1024
-            spec = KernelSpec(f"paged_prefill_hopper{types}", "PPPPPPPPPPfiiiqqq", 384, shared_bytes)
+            spec = KernelSpec(f"paged_prefill_hopper{types}", "PPPPPPPPPPPPfiiiqqq", 384, hopper_shared_bytes(layout))
             (self._kernel,) = loader.load("paged_prefill_hopper.cu", [spec])
         else:
             spec = KernelSpec(f"paged_prefill{types}", "PPPPPPPPfiiqqq", 256, 2 * TILE_PAGES * 2 * layout.page_bytes)
@@ -48,7 +54,11 @@ class PagedPrefill:
         self._work = torch.empty(
             self.max_blocks(max_tokens, MAX_SEQUENCES), 2, dtype=torch.int32, device=pool.data.device
         )
-        self._work_count, self._counters = torch.zeros(2, 2, dtype=torch.int32, device=pool.data.device)
+        self._work_count = torch.zeros(1, dtype=torch.int32, device=pool.data.device)
+        blocks = self._multiprocessors if self._takes_turns else 0
+        self._pieces = torch.zeros(4 + 2 * blocks, dtype=torch.int32, device=pool.data.device)
+        self._parts = torch.empty(blocks, 256, layout.head_dim // 2 + 4, device=pool.data.device)
+        self._counters = torch.zeros(2 + 8 * blocks, dtype=torch.int32, device=pool.data.device)
 
     def max_blocks(self, tokens: int, sequences: int) -> int:
         """Enough work items for `tokens` query tokens, however they spread over `sequences`: what a graph launches."""
@@ -67,7 +77,8 @@ class PagedPrefill:
             raise ShapeMismatch(f"{len(tokens)} sequences, {blocks} blocks: at most {MAX_SEQUENCES}, {len(self._work)}")
         self._plan_kernel.launch(
             stream, 1, tokens, lengths, len(tokens), self.group,
-            self._work, self._work_count, blocks,
+            self._work, self._work_count, blocks, self.pool.layout.kv_heads, self._multiprocessors,
+            self._pieces if self._takes_turns else None,
         )  # fmt: skip
 
     def __call__(
@@ -106,7 +117,7 @@ class PagedPrefill:
         strides = (page_tables.shape[1], q_stride, out_stride, layout.frame_bytes)
         if self._takes_turns:
             self._kernel.launch(
-                stream, min(self._multiprocessors, blocks * layout.kv_heads), *arrays, self._work_count,
+                stream, self._multiprocessors, *arrays, self._work_count, self._pieces, self._parts,
                 self._counters, self._scale, self.group, layout.kv_heads, *strides,
             )  # fmt: skip
         else:
@@ -115,6 +126,12 @@ class PagedPrefill:
     def work(self) -> Tensor:
         """(blocks of the list, 2) int32: sequence, block. For tests."""
         return self._work[: int(self._work_count[0])]
+
+    def pieces(self) -> Tensor:
+        """(4 + 2 multiprocessors,) int32: items that are not cut, pieces of the others, tiles of a piece, of all; then
+        each piece's item and its tiles in pieces before. For tests.
+        """
+        return self._pieces
 
     def counters(self) -> Tensor:
         """What must be zero between launches. For tests."""

@@ -20,7 +20,7 @@ from cuda.errors import ShapeMismatch
 from cuda.frames import FramePool
 from cuda.launch import KernelLoader, KernelSpec
 from cuda.paged_decode import SNAP_PAGES
-from cuda.paged_prefill import BLOCK_ROWS, HOPPER, HOPPER_TILE_PAGES
+from cuda.paged_prefill import BLOCK_ROWS, HOPPER, HOPPER_TILE_PAGES, hopper_shared_bytes
 from cuda.tensors import check_rows, check_tensor, element_of
 from mm.addresses import PAGE_SIZE, Int32Array, Int64Array
 from mm.shared_prefixes import SharedPrefixes
@@ -79,9 +79,8 @@ class SharedPrefix:
         self._max_sequences = max_sequences
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
         self._multiprocessors = loader.multiprocessors
-        queries, tiles = 2 * BLOCK_ROWS * layout.head_dim * 2, 2 * HOPPER_TILE_PAGES * 2 * layout.page_bytes
         instance = f"shared_prefix<{element_of(layout.dtype)}, {layout.head_dim}>"
-        spec = KernelSpec(instance, "PPPPPPfiiiqq", 384, queries + tiles + 1024, overlap=True)
+        spec = KernelSpec(instance, "PPPPPPfiiiqq", 384, hopper_shared_bytes(layout), overlap=True)
         (self._kernel,) = loader.load("paged_prefill_hopper.cu", [spec])
         device = pool.data.device
         self.words = 5 * max_sequences + WORK_HEADER + ITEM_WORDS * MAX_ITEMS

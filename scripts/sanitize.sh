@@ -30,6 +30,7 @@ check() { # file, which of its tests
 
 for tool; do
     check test_paged_decode.py "every_grid or (every_group_size and (9-3-64 or 16-2-128)) or (every_shape and few)" &
+    check test_paged_prefill.py "chosen and (many_tiles or few_long_items and 64-chunks1)" &
     check test_shared_prefix.py "(groups_and_single and 9-3) or a_long_prefix" &
     check test_thin_linear.py "test_append or a_row_is_the_same" &
     check test_sample.py "ties_at_the_edge or all_logits_equal or one_block_only or greedy_takes" &

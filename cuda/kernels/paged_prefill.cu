@@ -11,17 +11,22 @@
 //   work [capacity]        (sequence, block), then (-1, 0) to the end. Blocks past the capacity would be lost:
 //                          the caller gives sum(ceil(tokens * group / 128)) or more
 //   work_count [1]         how many of them are work
+//   pieces                 null: the items are not cut. Else PrefillPieces (prefill_work.cuh): how those are cut that
+//                          would leave multiprocessors without work at the end, or from the start. kv_heads, blocks: of
+//                          the grid that takes them
 // paged_prefill: grid (work items, kv heads)
 //   q, out [T, H, D] E     token t at q + t * q_stride, out + t * out_stride
 //   query_starts [S + 1]   first token of each sequence in q
 //   layer_pool, page_tables, rows, lengths, scale     as for paged_decode; lengths count the chunk
 // A block: 8 warps of 16 rows; tiles of 64 keys (4 pages) in two stages. Bound by tensor cores and shared memory.
 // Pages past a sequence's end repeat its last one: finite numbers, masked.
-#include "common.cuh"
+#include "prefill_work.cuh"
 
 constexpr int ROWS = 128, TILE = 64, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 256;
 constexpr int PLAN_THREADS = 1024;
-constexpr int LENGTHS = 1024, LENGTH_KEYS = 128;  // blocks are told apart by the tiles of Hopper that they see
+constexpr int LENGTHS = 1024;  // blocks are told apart by the tiles of Hopper that they see
+constexpr int LEAST_TILES = 4, COST_TILES = 3;  // of a piece; what leaving and joining a part costs, in tiles
+constexpr int MANY_ROUNDS = 8, LONG_TILES = 16;
 
 // Sums of the values of all threads up to each
 __device__ __forceinline__ int block_scan(int value, int* warp_totals) {
@@ -38,7 +43,8 @@ __device__ __forceinline__ int block_scan(int value, int* warp_totals) {
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
-prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work, int* work_count, int capacity) {
+prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work, int* work_count, int capacity,
+             int kv_heads, int blocks, PrefillPieces* pieces) {
   __shared__ int warp_totals[2][32], first[1025];
   __shared__ u32 places[LENGTHS];  // of each length, the longest first: its blocks, then the place of the next
   const int t = threadIdx.x;
@@ -56,9 +62,12 @@ prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work
     }
     return make_int2(low, i - first[low]);
   };
+  auto tiles_before_last = [&](int2 block) {  // that a block sees
+    const int last = min((block.y * ROWS + ROWS - 1) / group, tokens[block.x] - 1);  // of its tokens
+    return (lengths[block.x] - tokens[block.x] + last) / HOPPER_TILE;
+  };
   auto length_of = [&](int2 block) {  // 0: the longest, and all that are longer
-    const int seen = lengths[block.x] - tokens[block.x] + min((block.y * ROWS + ROWS - 1) / group, tokens[block.x] - 1);
-    return LENGTHS - 1 - min(seen / LENGTH_KEYS, LENGTHS - 1);
+    return LENGTHS - 1 - min(tiles_before_last(block), LENGTHS - 1);
   };
   for (int i = t; i < count; i += PLAN_THREADS) atomicAdd(&places[length_of(block_of(i))], 1u);
   __syncthreads();
@@ -72,6 +81,36 @@ prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work
   }
   for (int i = count + t; i < capacity; i += PLAN_THREADS) work[i] = make_int2(-1, 0);
   if (t == 0) *work_count = count;
+  if (!pieces) return;
+
+  // ---- the items after the last full round of the grid, as one line of tiles in equal pieces
+  __shared__ int line[PLAN_THREADS];  // where each of them ends
+  const int items = count * kv_heads, rest = items % blocks;  // blocks <= PLAN_THREADS
+  __syncthreads();
+  auto tiles_of = [&](int item) { return tiles_before_last(work[item % count]) + 1; };
+  const int tiles = t < rest ? tiles_of(items - rest + t) : 0;
+  line[t] = block_scan(tiles, warp_totals[0]);
+  __syncthreads();
+  const int total = line[PLAN_THREADS - 1], size = max((total + blocks - 1) / blocks, LEAST_TILES);
+  // Worth it where few items are left to even out what the grid's blocks have to do, and these take long
+  bool is_cut = false;
+  if (rest && items < blocks) is_cut = __syncthreads_or(tiles > size + COST_TILES);
+  else if (rest && items < MANY_ROUNDS * blocks) is_cut = tiles_of(count - 1) >= LONG_TILES;
+  if (t == 0) {
+    pieces->whole = is_cut ? items - rest : items;
+    pieces->count = is_cut ? (total + size - 1) / size : 0;
+    pieces->size = size;
+    pieces->total = total;
+  }
+  if (is_cut && t * size < total) {
+    int low = -1, high = rest - 1;  // line[low] <= t * size < line[high]
+    while (high - low > 1) {
+      const int middle = (low + high) >> 1;
+      if (line[middle] <= t * size) low = middle;
+      else high = middle;
+    }
+    pieces->starts()[t] = make_int2(items - rest + high, t * size - (high ? line[high - 1] : 0));
+  }
 }
 
 template <class E, int D>

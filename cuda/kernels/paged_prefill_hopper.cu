@@ -3,21 +3,32 @@
 //
 // A work item is a block of 128 packed rows of one sequence and kv head (paged_prefill.cu). The blocks of the grid stay
 // and take item after item from a counter, head after head, so that nobody waits for the longest and the heads' keys
-// and values stay in the L2. 3 warpgroups of 4 warps in a block; everything they hand over lies in two stages:
+// and values stay in the L2. Where few long items are left, they are cut into pieces (prefill_work.cuh), whose parts are
+// joined by the block that has the item's beginning. 3 warpgroups of 4 warps in a block:
 //
 //     warp 0     keys, tiles of 128 (8 pages, one bulk copy each) ─┐
 //     warp 1     values, likewise                                  ├─▶ warpgroups 1, 2: 64 rows each
-//     warps 2, 3 the next item, and its queries, as blobs         ─┘
+//     warp 2     the next items       warp 3     their queries    ─┘
 //
-// So the next item's queries and first tiles arrive while this one is computed. Keys and values come by different warps
-// because keys are waited for a tile earlier: one warp for both would wait for a consumer that waits for it.
+// Keys and values come by different warps because keys are waited for a tile earlier: one warp for both would wait for a
+// consumer that waits for it. Tiles of all items are one stream. Per tile, from the diagonal backwards, a warpgroup sets
+// S = Q K_i and O += P_(i-1) V_(i-1) going together and computes softmax(S) beside the second of them; then P is packed.
+// The two take turns, so that one computes its softmax while the tensor cores are the other's:
 //
-// Per tile i, from the diagonal backwards: S = Q K_i and O += P_(i-1) V_(i-1) are set going together; softmax(S) runs
-// beside the second of them; then O is rescaled and P packed. Bound by tensor cores.
+//     tensor cores     S0 O0 │ S1 O1 │ S0 O0 │ S1 O1 │ ...
+//     warpgroup 1           softmax   │      softmax   │
+//     warpgroup 2                    softmax   │      softmax
+//
+// Where an item ends, the next one's first S is set going beside its last O, which is stored beside that one's softmax.
+// What is taken from the scores before the exponential is seldom raised: only when a score exceeds it by 2^8, since
+// float32 has room for more and P is as exact as before. Bound by tensor cores, and by the card's power.
 //
 // paged_prefill_hopper:
 //   work, work_count       from prefill_plan
-//   counters [2] u32       0 before and after: the next item, and blocks that have seen the end
+//   pieces                 likewise: how items are cut that few blocks would be left with
+//   parts [grid, 256, D / 2 + 4] float32: workspace, what the threads have of items that are cut
+//   counters [2 + 8 grid] u32  0 before and after: the next item, blocks that have seen the end; then of each piece's part
+//                          and warp, whether it is there
 //   the rest               as for paged_prefill
 // shared_prefix: the same for decoding sequences that begin with the same frames. Their tokens are the rows, every row
 // sees every key, and what comes out is a part, for paged_decode to go on from. Cascade inference (Juravsky 2024).
@@ -30,46 +41,94 @@
 //   members [any]          places in the batch; member m of an item has its part at first part + m * parts
 // May begin before the kernel that writes q has ended: pages, tables and work must come from kernels that ended before.
 // Rows past the last token repeat its queries, pages past the end the last page: finite, not stored.
-#include "common.cuh"
+#include "prefill_work.cuh"
 
-constexpr int ROWS = 128, GROUP_ROWS = 64, TILE = 128, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 384;
+constexpr int ROWS = 128, GROUP_ROWS = 64, TILE = HOPPER_TILE, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 384;
 
-struct __align__(16) Item {  // tiles 0: there is no more work
-  int tiles, table, pages, kv_head;            // table: place of its first page in the page tables
+struct __align__(16) Item {  // or a piece of one. tiles 0: there is no more work
+  int tiles, last_tile, table, kv_head;        // table: place of its first page in the page tables
   int first_row, first_token, tokens, cached;  // shared_prefix: tokens are members, first_token is the first of them
-  int first_part, parts, unused[2];            // shared_prefix only
+  int pages;                                   // that its rows see
+  int first_part, parts;  // shared_prefix: of the first member, of each. Else the parts that others have of the item
+  int own_part;           // where a piece that does not begin its item leaves its part; -1: it begins it
 };
 
-enum Barrier { KEYS_FULL = 0, VALUES_FULL = 2, KEYS_FREE = 4, VALUES_FREE = 6, ITEM_FULL = 8, ITEM_FREE = 10,
-               QUERIES_FULL = 12, BARRIERS = 16 };  // two each; QUERIES_FULL: for each warpgroup
+constexpr int KEY_STAGES = 3, VALUE_STAGES = 2, QUERY_SLOTS = 2, ITEMS = 8, SHORT_TILES = 4;
+constexpr int PASS = 6;  // products of outputs before the turn goes to the other warpgroup, whose first then follow at once
+enum Barrier { KEYS_FULL = 0, VALUES_FULL = KEYS_FULL + KEY_STAGES, KEYS_FREE = VALUES_FULL + VALUE_STAGES,
+               VALUES_FREE = KEYS_FREE + KEY_STAGES, ITEM_FULL = VALUES_FREE + VALUE_STAGES,
+               ITEM_FREE = ITEM_FULL + ITEMS, QUERIES_FULL = ITEM_FREE + ITEMS,
+               QUERIES_FREE = QUERIES_FULL + 2 * QUERY_SLOTS, BARRIERS = QUERIES_FREE + 2 * QUERY_SLOTS };
 constexpr int ITEM_READERS = 11;  // warps: 8 that compute, 3 that fetch
+template <int D> constexpr int PART = 256 * (D / 2 + 4);  // floats of a part of an item
+constexpr int KEPT = 40, WANTED = 232;  // registers of threads that fetch, that compute
+static_assert(KEPT * 128 + WANTED * 256 <= 65536 / THREADS / 8 * 8 * THREADS, "else they wait for each other");
+constexpr float SLACK = 8.f;  // log2 of what the sum of a row may be too large by
 
-// Where items come from: the n-th of this block, of all kv heads together
+struct Place {  // in a ring
+  int count, at = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ Place(int count) : count(count) {}
+  __device__ __forceinline__ void advance() {
+    if (++at == count) at = 0, parity ^= 1;
+  }
+};
+
+// Where items come from, of all kv heads together. One thread takes them, and has what lies in `left`
+struct Left {
+  int item = 0, done = 0, tiles = 0, piece = 0;  // of the piece it is at: the next item and the tiles of it before
+};
 struct CausalWork {
   const int* rows;
   const int* lengths;
   const int* query_starts;
   const int2* work;
   const int* work_count;
+  const PrefillPieces* pieces;
   u32* counters;
 
-  __device__ __forceinline__ Item take(int n, int group, int kv_heads, int max_pages) const {
+  __device__ __forceinline__ Item take(Left& left, int group, int kv_heads, int max_pages) const {
     Item item = {};
+    bool is_piece = left.tiles > 0;
+    if (!is_piece) {
+      const u32 next = atomicAdd(counters, 1u);
+      const u32 whole = pieces->whole, count = pieces->count;
+      if (next >= whole + count) {
+        if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
+        return item;
+      }
+      left.item = next;
+      left.done = 0;
+      is_piece = next >= whole;
+      if (is_piece) {  // from the last on: a block waits for parts of pieces that were taken before its own only
+        left.piece = count - 1 - (next - whole);
+        const int2 start = pieces->starts()[left.piece];
+        left.item = start.x;
+        left.done = start.y;
+        left.tiles = min(pieces->size, pieces->total - left.piece * pieces->size);
+      }
+    }
     const int total = work_count[0];
-    const u32 next = atomicAdd(counters, 1u);
-    if (next < (u32)(total * kv_heads)) {
-      item.kv_head = next / total;
-      const int2 block = work[next - item.kv_head * total];
-      item.first_row = block.y * ROWS;
-      item.first_token = query_starts[block.x];
-      item.tokens = query_starts[block.x + 1] - item.first_token;
-      const int length = lengths[block.x];
-      item.cached = length - item.tokens;
-      item.pages = pages_of(length);
-      item.table = rows[block.x] * max_pages;
-      item.tiles = (item.cached + min((item.first_row + ROWS - 1) / group, item.tokens - 1)) / TILE + 1;
-    } else if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) {  // nobody asks any more: for the next launch
-      counters[0] = counters[1] = 0;
+    item.kv_head = left.item / total;
+    const int2 block = work[left.item - item.kv_head * total];
+    item.first_row = block.y * ROWS;
+    item.first_token = query_starts[block.x];
+    item.tokens = query_starts[block.x + 1] - item.first_token;
+    item.cached = lengths[block.x] - item.tokens;
+    item.pages = pages_of(item.cached + min((item.first_row + ROWS - 1) / group, item.tokens - 1) + 1);
+    item.table = rows[block.x] * max_pages;
+    item.tiles = (item.pages + TILE_PAGES - 1) / TILE_PAGES;
+    item.own_part = -1;
+    if (is_piece) {
+      const int mine = min(item.tiles - left.done, left.tiles), behind = item.tiles - left.done - mine;
+      if (left.done) item.own_part = left.piece;
+      else item.parts = (behind + pieces->size - 1) / pieces->size;
+      item.first_part = left.piece + 1;
+      item.tiles = mine;
+      item.last_tile = behind;
+      left.tiles -= mine;
+      left.done = 0;
+      ++left.item;
     }
     return item;
   }
@@ -80,9 +139,9 @@ struct SharedWork {
   float* parts;
 
   // In turn, without a counter: the list is even, and nothing of the launch before need have ended
-  __device__ __forceinline__ Item take(int n, int group, int kv_heads, int max_pages) const {
+  __device__ __forceinline__ Item take(Left& left, int group, int kv_heads, int max_pages) const {
     Item item = {};
-    const int total = work[0], next = blockIdx.x + n * gridDim.x;
+    const int total = work[0], next = blockIdx.x + left.item++ * gridDim.x;
     if (next < total * kv_heads) {
       item.kv_head = next / total;
       const int* const entry = work + 4 + (next - item.kv_head * total) * 8;
@@ -100,85 +159,118 @@ struct SharedWork {
 };
 
 template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ void attend_items(
-    const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const Work source_of_work,
+    const E* q, E* out, float* parts, u32* part_flags, const char* layer_pool, const int* __restrict__ page_tables, const Work source_of_work,
     float scale, int group, int kv_heads, int max_pages, i64 q_stride, i64 out_stride, i64 frame_stride) {
-  constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = TILE_PAGES * PAGE, QUERIES = GROUP_ROWS * D * (int)sizeof(E);
+  constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = TILE_PAGES * PAGE, QUERY = D * (int)sizeof(E);
   constexpr int EIGHT_ROWS = 16 * D, K_STEPS = D / 16;
-  DYNAMIC_SHARED(shared);  // queries [2][warpgroup], keys [2], values [2]; wgmma wants multiples of 1024
+  DYNAMIC_SHARED(shared);  // keys [KEY_STAGES], values [VALUE_STAGES], queries [QUERY_SLOTS]; wgmma wants multiples of 1024
   __shared__ __align__(8) u64 barriers[BARRIERS];
-  __shared__ Item items[2];
-  const u32 queries = (shared_address(shared) + 1023u) & ~1023u;
-  const u32 keys = queries + 4 * QUERIES, values = keys + 2 * STAGE;
+  __shared__ Item items[ITEMS];
+  const u32 keys = (shared_address(shared) + 1023u) & ~1023u, values = keys + KEY_STAGES * STAGE;
+  const u32 queries = values + VALUE_STAGES * STAGE;
   const u32 first_barrier = shared_address(barriers);
   auto barrier = [&](int name, int stage) { return first_barrier + (name + stage) * 8; };
   const int lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int i = 0; i < BARRIERS; ++i) {
       const bool by_tile = i >= KEYS_FREE && i < ITEM_FULL, by_item = i >= ITEM_FREE && i < QUERIES_FULL;
-      barrier_init(first_barrier + i * 8, by_tile ? 8 : by_item ? ITEM_READERS : 1);
+      barrier_init(first_barrier + i * 8, by_tile ? 8 : by_item ? ITEM_READERS : i >= QUERIES_FREE ? 4 : i >= QUERIES_FULL ? 32 : 1);
     }
     barrier_init_fence();
   }
   __syncthreads();
+  u32 seen = 0;  // items, by this thread
+  auto next_item = [&] {  // its slot
+    const int slot = (int)(seen % ITEMS);
+    barrier_wait(barrier(ITEM_FULL, slot), seen / ITEMS & 1);
+    ++seen;
+    return slot;
+  };
+  auto free_item = [&](int slot) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier(ITEM_FREE, slot));
+  };
+  auto read_item = [&] {
+    const int slot = next_item();
+    const Item item = items[slot];
+    free_item(slot);
+    return item;
+  };
 
   if (threadIdx.x < 128) {  // ---- warps that fetch
-    keep_registers<40>();
+    keep_registers<KEPT>();
     const int warp = threadIdx.x >> 5;
-    if (warp < 2) {  // keys or values
-      const int full = warp ? VALUES_FULL : KEYS_FULL, free = warp ? VALUES_FREE : KEYS_FREE;
-      const u32 target = (warp ? values : keys) + (lane & 7) * PAGE;
-      for (int n = 0, fetched = 0;; ++n) {
-        barrier_wait(barrier(ITEM_FULL, n & 1), n >> 1 & 1);
-        const Item item = items[n & 1];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(barrier(ITEM_FREE, n & 1));
+    auto fetch_tiles = [&](Place place, int full, int free, u32 target, int which) {
+      for (int fetched = 0;;) {
+        const Item item = read_item();
         if (item.tiles == 0) break;
         const int* const table = page_tables + item.table;
-        const char* const source = layer_pool + (item.kv_head * 2 + warp) * PAGE;
+        const char* const source = layer_pool + (item.kv_head * 2 + which) * PAGE;
         auto frame_of = [&](int tile) { return table[min(tile * TILE_PAGES + (lane & 7), item.pages - 1)]; };
-        int frame = frame_of(item.tiles - 1);
-        for (int tile = item.tiles - 1; tile >= 0; --tile, ++fetched) {
-          const int stage = fetched & 1;
-          const u32 arrived = barrier(full, stage);
-          barrier_wait(barrier(free, stage), (fetched >> 1 & 1) ^ 1);
-          if (lane == 0) barrier_arrive_expecting(arrived, STAGE);
+        int frame = frame_of(item.last_tile + item.tiles - 1);
+        for (int tile = item.last_tile + item.tiles - 1; tile >= item.last_tile; --tile, ++fetched) {
+          // Pages that nobody sees may be those of any tile before, but not what was there before the first
+          const int pages = fetched < place.count ? TILE_PAGES : min(item.pages - tile * TILE_PAGES, TILE_PAGES);
+          const u32 arrived = barrier(full, place.at);
+          barrier_wait(barrier(free, place.at), place.parity ^ 1);
+          if (lane == 0) barrier_arrive_expecting(arrived, pages * PAGE);
           __syncwarp();
-          if (lane < TILE_PAGES) bulk_copy(target + stage * STAGE, source + frame * frame_stride, PAGE, arrived);
-          if (tile) frame = frame_of(tile - 1);
+          if (lane < pages) {
+            bulk_copy(target + place.at * STAGE + lane * PAGE, source + frame * frame_stride, PAGE, arrived);
+          }
+          place.advance();
+          if (tile > item.last_tile) frame = frame_of(tile - 1);
         }
       }
-    } else {  // items, and the queries of warpgroup `mine`
-      const int mine = warp - 2;
-      for (int n = 0;; ++n) {
-        const int slot = n & 1;
-        if (mine == 0) {
-          barrier_wait(barrier(ITEM_FREE, slot), (n >> 1 & 1) ^ 1);
-          if (lane == 0) {
-            items[slot] = source_of_work.take(n, group, kv_heads, max_pages);
-            barrier_arrive(barrier(ITEM_FULL, slot));
-          }
-          __syncwarp();
+    };
+    if (warp == 0) {
+      fetch_tiles(Place(KEY_STAGES), KEYS_FULL, KEYS_FREE, keys, 0);
+    } else if (warp == 1) {
+      fetch_tiles(Place(VALUE_STAGES), VALUES_FULL, VALUES_FREE, values, 1);
+    } else if (warp == 2) {  // items
+      Left left;
+      int tiles = 0;  // of the last one
+      for (u32 done = 0; lane == 0; ++seen) {  // done: those that are computed
+        // Several short ones ahead, since it takes microseconds until one's queries are there; behind a long one no
+        // more than one, so that they go to the blocks that come to them first
+        for (; seen - done > (tiles > SHORT_TILES ? 1 : ITEMS - 1); ++done) {
+          barrier_wait(barrier(ITEM_FREE, done % ITEMS), done / ITEMS & 1);
         }
-        barrier_wait(barrier(ITEM_FULL, slot), n >> 1 & 1);
-        if (SHARED && n == 0) wait_for_previous_kernel();  // for the queries; by now keys and values are on their way
-        const Item item = items[slot];
+        const Item item = source_of_work.take(left, group, kv_heads, max_pages);
+        items[seen % ITEMS] = item;
+        barrier_arrive(barrier(ITEM_FULL, seen % ITEMS));
+        tiles = item.tiles;
+        if (tiles == 0) break;
+      }
+    } else {  // queries
+      if (SHARED) wait_for_previous_kernel();  // by now keys and values are on their way
+      for (;;) {
+        const u32 slot = seen % QUERY_SLOTS, parity = seen / QUERY_SLOTS & 1;
+        const Item item = read_item();
         if (item.tiles == 0) break;
-        const u32 target = queries + (slot * 2 + mine) * QUERIES;
-        constexpr int CHUNKS = D / 8;
-        for (int i = lane; i < GROUP_ROWS * CHUNKS; i += 32) {
-          const int row = i / CHUNKS, chunk = i % CHUNKS, packed = item.first_row + mine * GROUP_ROWS + row;
-          const int token = packed / group, head = item.kv_head * group + packed - token * group;
-          int query = item.first_token + min(token, item.tokens - 1);
-          if constexpr (SHARED) query = source_of_work.members[query];
-          async_copy_16(target + blob_offset<D>(row, chunk), q + query * q_stride + head * D + chunk * 8);
-        }
-        async_copy_commit();
-        async_copy_wait<0>();
-        show_to_tensor_cores();
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive(barrier(QUERIES_FULL, slot * 2 + mine));
-          if (mine == 1) barrier_arrive(barrier(ITEM_FREE, slot));
+        for (int mine = 0; mine < 2; ++mine) {
+          constexpr int CHUNKS = D / 8, AT_ONCE = 32 / CHUNKS;  // rows
+          i64 sources[2];  // of rows `lane`, `lane + 32`: found once, since this warp must keep up with short items
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int packed = item.first_row + mine * GROUP_ROWS + i * 32 + lane, token = packed / group;
+            int query = item.first_token + min(token, item.tokens - 1);
+            if constexpr (SHARED) query = source_of_work.members[query];
+            sources[i] = query * q_stride + (item.kv_head * group + packed - token * group) * D;
+          }
+          barrier_wait(barrier(QUERIES_FREE, slot * 2 + mine), parity ^ 1);
+          const u32 target = queries + (slot * 2 + mine) * GROUP_ROWS * QUERY;
+          const int chunk = lane % CHUNKS;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+#pragma unroll 1
+            for (int first = 0; first < 32; first += AT_ONCE) {
+              const int row = first + lane / CHUNKS;
+              const i64 source = __shfl_sync(ALL_LANES, sources[i], row);
+              async_copy_16(target + blob_offset<D>(i * 32 + row, chunk), q + source + chunk * 8);
+            }
+          }
+          async_copy_arrive(barrier(QUERIES_FULL, slot * 2 + mine));
         }
       }
     }
@@ -186,125 +278,172 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
   }
 
   // ---- warpgroups that compute
-  want_registers<232>();
+  want_registers<WANTED>();
   const int mine = __shfl_sync(ALL_LANES, (int)(threadIdx.x >> 7), 0) - 1, warp = threadIdx.x >> 5 & 3, pair = lane & 3;
+  auto my_row = [] { return (int)(threadIdx.x >> 5) * 16 - 64; };  // of an item, the warp's first
   float s[64], o[D / 2];  // as mma's c: 8 columns are 4 numbers, of rows 0, 0, 1, 1
   u32 p[32];              // probabilities of the tile before, as mma's a
+  u32 query[K_STEPS][4];
+  float shift[2], sum[2], factor[2];  // shift: what is taken from the scores, in log2 units
+  int first_masked;
+  bool has_moved;
   const u64 key_matrix = matrix_descriptor(keys, 0, EIGHT_ROWS);
   const u64 value_matrix = matrix_descriptor(values, 1024, EIGHT_ROWS);
-  for (int n = 0, seen = 0;; ++n) {  // seen: tiles of all items
-    const int slot = n & 1;
-    barrier_wait(barrier(ITEM_FULL, slot), n >> 1 & 1);
-    const Item item = items[slot];
-    if (item.tiles == 0) break;
+  Place k_place(KEY_STAGES), v_place(VALUE_STAGES);
+  auto begin = [&](const Item& item) {
     const int first_row = item.first_row + mine * GROUP_ROWS;
-    int token[2], position[2], head[2];  // of this lane's two rows
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first_row + warp * 16 + (lane >> 2) + i * 8;
-      token[i] = row / group;
-      position[i] = SHARED ? item.pages * PAGE_SIZE - 1 : item.cached + token[i];
-      head[i] = item.kv_head * group + row - token[i] * group;
+      shift[i] = NEGATIVE_INFINITY;
+      sum[i] = 0.f;
     }
     // all rows see all of the tiles before
-    const int first_masked = (SHARED ? item.pages * PAGE_SIZE : item.cached + first_row / group + 1) / TILE;
-    float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {}, factor[2];
-
-    const u64 query_matrix = matrix_descriptor(queries + (slot * 2 + mine) * QUERIES, 0, EIGHT_ROWS);
-    auto scores = [&](int stage) {
+    first_masked = (SHARED ? item.pages * PAGE_SIZE : item.cached + first_row / group + 1) / TILE;
+    const u32 item_number = seen - 1;
+    const int slot = (int)(item_number % QUERY_SLOTS) * 2 + mine, row = warp * 16 + (lane & 15);
+    barrier_wait(barrier(QUERIES_FULL, slot), item_number / QUERY_SLOTS & 1);
 #pragma unroll
-      for (int k = 0; k < K_STEPS; ++k) {
-        const u32 step = (k >> 2) * 1024 + (k & 3) * 32;
-        wgmma_shared<E>(s, query_matrix + step / 16, key_matrix + (stage * STAGE + step) / 16, k > 0);
-      }
-      wgmma_commit();
-    };
-    auto outputs = [&](int stage) {
+    for (int k = 0; k < K_STEPS; ++k) {
+      load_matrices(query[k], queries + slot * GROUP_ROWS * QUERY + blob_offset<D>(row, 2 * k + (lane >> 4)));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier(QUERIES_FREE, slot));
+  };
+  auto my_turn = [&] { turn_wait(1 + mine); };
+  auto your_turn = [&] { turn_pass(2 - mine); };
+  auto wait_keys = [&] { barrier_wait(barrier(KEYS_FULL, k_place.at), k_place.parity); };
+  auto scores = [&] {
+    wgmma_begin();
 #pragma unroll
-      for (int k = 0; k < TILE_PAGES; ++k) {
-        const u64 matrix = value_matrix + (stage * STAGE + k * PAGE) / 16;
-        wgmma_registers<E>(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], matrix);
-      }
-      wgmma_commit();
-    };
-    auto softmax = [&](int tile) {  // scores become probabilities; factor: what older sums and outputs are worth now
-      if (tile >= first_masked) {
+    for (int k = 0; k < K_STEPS; ++k) {
+      const u32 step = (k >> 2) * 1024 + (k & 3) * 32;
+      wgmma_along_k<E>(s, query[k], key_matrix + (k_place.at * STAGE + step) / 16, k > 0);
+    }
+    wgmma_commit();
+  };
+  auto wait_values = [&] { barrier_wait(barrier(VALUES_FULL, v_place.at), v_place.parity); };
+  auto outputs = [&](bool passes) {
 #pragma unroll
-        for (int i = 0; i < 64; ++i) {
-          if (tile * TILE + (i >> 2) * 8 + pair * 2 + (i & 1) > position[i >> 1 & 1]) s[i] = NEGATIVE_INFINITY;
-        }
-      }
-      float shift[2];
+    for (int k = 0; k < TILE_PAGES; ++k) {
+      if (passes && k == PASS) your_turn();
+      const u64 matrix = value_matrix + (v_place.at * STAGE + k * PAGE) / 16;
+      wgmma_registers<E>(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], matrix);
+    }
+    wgmma_commit();
+  };
+  auto free_keys = [&] {
+    if (lane == 0) barrier_arrive(barrier(KEYS_FREE, k_place.at));
+    k_place.advance();
+  };
+  auto free_values = [&] {
+    if (lane == 0) barrier_arrive(barrier(VALUES_FREE, v_place.at));
+    v_place.advance();
+  };
+  auto softmax = [&](int tile, const Item& item) {  // scores become probabilities; factor: what older sums and outputs are worth now
+    if (tile >= first_masked) {
+      int position[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float new_top = top[i];
-#pragma unroll
-        for (int j = 2 * i; j < 64; j += 4) new_top = fmaxf(new_top, fmaxf(s[j], s[j + 1]));
-        new_top = warp_max<4>(new_top);
-        shift[i] = new_top == NEGATIVE_INFINITY ? 0.f : new_top * scale;  // no key of this tile is seen by the row
-        factor[i] = exp2_fast(fmaf(top[i], scale, -shift[i]));
-        top[i] = new_top;
-        sum[i] *= factor[i];
+        const int row = item.first_row + my_row() + (lane >> 2) + i * 8;
+        position[i] = SHARED ? item.pages * PAGE_SIZE - 1 : item.cached + row / group;
       }
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
-        s[i] = exp2_fast(fmaf(s[i], scale, -shift[i >> 1 & 1]));
-        sum[i >> 1 & 1] += s[i];
+        if (tile * TILE + (i >> 2) * 8 + pair * 2 + (i & 1) > position[i >> 1 & 1]) s[i] = NEGATIVE_INFINITY;
       }
-    };
-    auto pack = [&] {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) p[i] = pack2<E>(s[2 * i], s[2 * i + 1]);
-    };
-
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
-    barrier_wait(barrier(QUERIES_FULL, slot * 2 + mine), n >> 1 & 1);
-    barrier_wait(barrier(KEYS_FULL, seen & 1), seen >> 1 & 1);
-    wgmma_begin();
-    scores(seen & 1);
-    wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barrier(KEYS_FREE, seen & 1));
-    softmax(item.tiles - 1);
-    pack();
-    const int before = seen, end = seen + item.tiles;
-    if (seen + 1 < end) barrier_wait(barrier(KEYS_FULL, (seen + 1) & 1), (seen + 1) >> 1 & 1);
-    for (int i = seen + 1; i < end; ++i) {
-      const int stage = i & 1, last = (i - 1) & 1;
-      wgmma_begin();
-      scores(stage);
-      barrier_wait(barrier(VALUES_FULL, last), (i - 1) >> 1 & 1);
-      wgmma_begin();
-      outputs(last);
-      wgmma_wait<1>();
-      if (lane == 0) barrier_arrive(barrier(KEYS_FREE, stage));
-      softmax(item.tiles - 1 - (i - before));
-      // The branch here keeps the compiler from waiting for the outputs above the exponentials
-      if (i + 1 < end) barrier_wait(barrier(KEYS_FULL, (i + 1) & 1), (i + 1) >> 1 & 1);
-      wgmma_wait<0>();
-      if (lane == 0) barrier_arrive(barrier(VALUES_FREE, last));
-      if (factor[0] != 1.f || factor[1] != 1.f) {
-#pragma unroll
-        for (int j = 0; j < D / 2; ++j) o[j] *= factor[j >> 1 & 1];
-      }
-      pack();
     }
-    seen = end;
-    if (lane == 0) barrier_arrive(barrier(ITEM_FREE, slot));  // its queries are read
-    const int last = (seen - 1) & 1;
-    barrier_wait(barrier(VALUES_FULL, last), (seen - 1) >> 1 & 1);
-    wgmma_begin();
-    outputs(last);
-    wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barrier(VALUES_FREE, last));
-
+    float highest[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float total = warp_sum<4>(sum[i]);
+      highest[i] = fmaxf(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+      for (int j = 2 * i + 4; j < 64; j += 4) highest[i] = fmaxf(highest[i], fmaxf(s[j], s[j + 1]));
+      highest[i] *= scale;
+    }
+    has_moved = __any_sync(ALL_LANES, highest[0] > shift[0] + SLACK || highest[1] > shift[1] + SLACK);
+    if (has_moved) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float top = fmaxf(shift[i], warp_max<4>(highest[i]));
+        factor[i] = exp2_fast(shift[i] - (top == NEGATIVE_INFINITY ? 0.f : top));
+        shift[i] = top;
+        sum[i] *= factor[i];
+      }
+    }
+    // no key of the tiles so far is seen by the row: of minus infinity nothing is taken
+    const float taken[2] = {shift[0] == NEGATIVE_INFINITY ? 0.f : shift[0],
+                            shift[1] == NEGATIVE_INFINITY ? 0.f : shift[1]};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      s[i] = exp2_fast(fmaf(s[i], scale, -taken[i >> 1 & 1]));
+      sum[i >> 1 & 1] += s[i];
+    }
+  };
+  auto is_done = [&] { return __any_sync(ALL_LANES, sum[0] + sum[1] < 0.f); };
+  auto pack = [&] {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) p[i] = pack2<E>(s[2 * i], s[2 * i + 1]);
+  };
+  // By the first lane, so that the compiler sees that the loop's numbers, and with them descriptors, are a warp's
+  auto of_warp = [&](int x) { return __shfl_sync(ALL_LANES, x, 0); };
+  // A part in global memory: what its lanes have, 4 numbers at a time, those of the block's threads beside each other
+  auto part_at = [&](int part, int i) {
+    return (float4*)(parts + (i64)part * PART<D>) + i * 256 + (threadIdx.x - 128);
+  };
+  auto leave_part = [&](int part, const float (&item_shift)[2], const float (&item_sum)[2]) {
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      *part_at(part, i) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    }
+    *part_at(part, D / 8) = make_float4(item_shift[0], item_shift[1], item_sum[0], item_sum[1]);
+    __syncwarp();
+    if (lane == 0) raise_flag(part_flags + part * 8 + (threadIdx.x >> 5) - 4);
+  };
+  auto join_parts = [&](int first, int count, float (&item_shift)[2], float (&item_sum)[2]) {
+    for (int part = first; part < first + count; ++part) {
+      u32* const flag = part_flags + part * 8 + (threadIdx.x >> 5) - 4;
+      while (__any_sync(ALL_LANES, load_flag(flag) == 0)) {  // all lanes: a branch of one costs descriptors their place
+      }
+      if (lane == 0) *flag = 0;
+      const float4 other = __ldcg(part_at(part, D / 8));
+      const float other_shift[2] = {other.x, other.y}, other_sum[2] = {other.z, other.w};
+      float mine_counts[2], other_counts[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float top = fmaxf(item_shift[i], other_shift[i]), taken = top == NEGATIVE_INFINITY ? 0.f : top;
+        mine_counts[i] = exp2_fast(item_shift[i] - taken);
+        other_counts[i] = exp2_fast(other_shift[i] - taken);
+        item_sum[i] = item_sum[i] * mine_counts[i] + other_sum[i] * other_counts[i];
+        item_shift[i] = top;
+      }
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i) {
+        const float4 v = __ldcg(part_at(part, i));
+        o[4 * i] = o[4 * i] * mine_counts[0] + v.x * other_counts[0];
+        o[4 * i + 1] = o[4 * i + 1] * mine_counts[0] + v.y * other_counts[0];
+        o[4 * i + 2] = o[4 * i + 2] * mine_counts[1] + v.z * other_counts[1];
+        o[4 * i + 3] = o[4 * i + 3] * mine_counts[1] + v.w * other_counts[1];
+      }
+    }
+  };
+  auto store = [&](const Item& item, float (&item_shift)[2], float (&item_sum)[2]) {
+    if constexpr (!SHARED) {
+      const int own_part = of_warp(item.own_part);
+      if (own_part >= 0) {
+        leave_part(own_part, item_shift, item_sum);
+        return;
+      }
+      join_parts(of_warp(item.first_part), of_warp(item.parts), item_shift, item_sum);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = item.first_row + my_row() + (lane >> 2) + i * 8;
+      const int token = row / group, head = item.kv_head * group + row - token * group;
+      const float total = warp_sum<4>(item_sum[i]);
       if constexpr (SHARED) {
-        if (token[i] >= item.tokens) continue;
-        const i64 part = item.first_part + token[i] * item.parts;
-        float* const target = source_of_work.parts + (part * kv_heads * group + head[i]) * PREFIX_ROW<D>;
+        if (token >= item.tokens) continue;
+        const i64 part = item.first_part + token * item.parts;
+        float* const target = source_of_work.parts + (part * kv_heads * group + head) * PREFIX_ROW<D>;
 #pragma unroll
         for (int k = 2 * i; k < 2 * i + 2; ++k) {
 #pragma unroll
@@ -313,33 +452,102 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
             *(float4*)(target + fragment_place(pair * 2 + k - 2 * i, j)) = v;
           }
         }
-        if (pair == 0) *(float2*)(target + D) = make_float2(top[i] * scale, total);
+        if (pair == 0) *(float2*)(target + D) = make_float2(item_shift[i], total);
       } else {
-        E* const target = out + (item.first_token + token[i]) * out_stride + head[i] * D;
+        E* const target = out + (item.first_token + token) * out_stride + head * D;
+        const float factor = 1.f / total;
 #pragma unroll
         for (int j = 0; j < D / 32; ++j) {  // 32 columns: every lane stores 8 of them
           u32 word[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int place = (j * 4 + k) * 4 + 2 * i;
-            word[k] = pack2<E>(o[place] * (1.f / total), o[place + 1] * (1.f / total));
+            word[k] = pack2<E>(o[place] * factor, o[place + 1] * factor);
           }
           const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3], lane);
-          if (token[i] < item.tokens) *(uint4*)(target + (j * 4 + pair) * 8) = chunk;
+          if (token < item.tokens) *(uint4*)(target + (j * 4 + pair) * 8) = chunk;
         }
       }
     }
+  };
+
+  if (mine == 1) turn_pass(1);
+  int slot = next_item(), last_tile = of_warp(items[slot].last_tile);
+  int tile = of_warp(last_tile + items[slot].tiles - 1);
+  if (tile >= last_tile) {
+    begin(items[slot]);
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
+    wait_keys();
+    my_turn();
+    scores();
+    your_turn();
+    wgmma_wait<0>();
+    free_keys();
+    softmax(tile, items[slot]);
+    pack();
+    if (tile > last_tile) wait_keys();
+    for (;;) {
+      while (--tile >= last_tile) {
+        wait_values();
+        my_turn();
+        scores();
+        outputs(true);
+        wgmma_wait<1>();
+        free_keys();
+        softmax(tile, items[slot]);
+        // The branch here keeps the compiler from waiting for the outputs above the exponentials
+        if (is_done() | (tile > last_tile)) wait_keys();
+        wgmma_wait<0>();
+        free_values();
+        if (has_moved) {
+#pragma unroll
+          for (int j = 0; j < D / 2; ++j) o[j] *= factor[j >> 1 & 1];
+        }
+        pack();
+      }
+      const int next = next_item();
+      last_tile = of_warp(items[next].last_tile);
+      tile = of_warp(last_tile + items[next].tiles - 1);
+      if (tile < last_tile) break;
+      float item_shift[2] = {shift[0], shift[1]}, item_sum[2] = {sum[0], sum[1]};
+      begin(items[next]);
+      wait_keys();
+      wait_values();
+      my_turn();
+      scores();
+      outputs(true);
+      wgmma_wait<1>();
+      free_keys();
+      softmax(tile, items[next]);
+      if (is_done() | (tile > last_tile)) wait_keys();
+      wgmma_wait<0>();
+      free_values();
+      store(items[slot], item_shift, item_sum);
+      free_item(slot);
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
+      pack();
+      slot = next;
+    }
+    wait_values();
+    wgmma_begin();
+    outputs(false);
+    wgmma_wait<0>();
+    free_values();
+    store(items[slot], shift, sum);
   }
+  if (mine == 0) turn_wait(1);
 }
 
 template <class E, int D>
 __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
     const E* q, E* out, const char* layer_pool, const int* __restrict__ page_tables, const int* __restrict__ rows,
     const int* __restrict__ lengths, const int* __restrict__ query_starts, const int2* __restrict__ work,
-    const int* __restrict__ work_count, u32* counters, float scale, int group, int kv_heads, int max_pages,
+    const int* __restrict__ work_count, const PrefillPieces* pieces, float* parts, u32* counters, float scale, int group, int kv_heads, int max_pages,
     i64 q_stride, i64 out_stride, i64 frame_stride) {
-  const CausalWork items = {rows, lengths, query_starts, work, work_count, counters};
-  attend_items<E, D, false>(q, out, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
+  const CausalWork items = {rows, lengths, query_starts, work, work_count, pieces, counters};
+  attend_items<E, D, false>(q, out, parts, counters + 2, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
                             out_stride, frame_stride);
 }
 
@@ -350,6 +558,6 @@ __global__ void __launch_bounds__(THREADS, 1) shared_prefix(
     int max_pages, i64 q_stride, i64 frame_stride) {
   allow_next_kernel();
   const SharedWork items = {prefix_work, members, parts};
-  attend_items<E, D, true>(q, (E*)nullptr, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
+  attend_items<E, D, true>(q, (E*)nullptr, (float*)nullptr, (u32*)nullptr, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
                            0, frame_stride);
 }

@@ -91,6 +91,15 @@ __device__ __forceinline__ float2 load_handed(const float2* p) {
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(p) : "memory");
   return r;
 }
+// One thread of a warp says that what the warp wrote before is there; whoever has read 1 may read that, and takes it back
+__device__ __forceinline__ void raise_flag(u32* p) {
+  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+__device__ __forceinline__ u32 load_flag(const u32* p) {
+  u32 r;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes from global to shared memory, asynchronously; groups complete in order
@@ -205,6 +214,10 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Arrives when all that this thread copied by async_copy_16 is there
+__device__ __forceinline__ void async_copy_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 #endif
 
 // ---- Hopper only (sm_90a): tensor cores that read shared memory by themselves, for a warpgroup of 128 threads -------
@@ -216,8 +229,6 @@ template <int COUNT> __device__ __forceinline__ void keep_registers() {
 template <int COUNT> __device__ __forceinline__ void want_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-// This thread's writes to shared memory may be read by tensor cores
-__device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A matrix of 16-bit numbers in shared memory, in atoms of 8 rows of 128 bytes, swizzled (blobs; atoms begin at
 // multiples of 1024). rows: bytes from 8 rows to the next 8. columns: bytes from 64 columns to the next 64; of no
@@ -225,6 +236,9 @@ __device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.pro
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
   return (u64)((address & 0x3ffffu) >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
 }
+// Two warpgroups take turns by a barrier each: one waits at its own, which the other passes
+__device__ __forceinline__ void turn_wait(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
+__device__ __forceinline__ void turn_pass(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
 // Before the first wgmma, and where registers that one uses were written since the last
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -243,9 +257,11 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // until at 
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define RESULTS_32(i) RESULTS_8(i), RESULTS_8(i + 8), RESULTS_8(i + 16), RESULTS_8(i + 24)
 
-// d = a b, or d += a b: a 64 x 16, b 16 x 128 that lies along k (a transposed matrix of rows). Warp w has rows 16w ...;
-// d as mma's c, for 8 columns at a time. Asynchronous: d and what is read are not touched before wgmma_wait.
-template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate);
+// d = a b, or d += a b: a 64 x 16 in registers as for mma, b 16 x 128 that lies along k (a transposed matrix of rows).
+// Warp w has rows 16w ...; d as mma's c, for 8 columns at a time. Asynchronous: d and what is read are not touched before
+// wgmma_wait.
+template <class E> __device__ __forceinline__ void wgmma_along_k(
+    float (&d)[64], const u32 (&a)[4], u64 b, int accumulate);
 // d += a b: a 64 x 16 in registers as for mma, b 16 x 128 or 16 x 64, rows along its columns
 template <class E> __device__ __forceinline__ void wgmma_registers(
     float (&d)[64], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b);
@@ -253,11 +269,13 @@ template <class E> __device__ __forceinline__ void wgmma_registers(
     float (&d)[32], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b);
 
 #define DEFINE_WGMMA(E, NAME) \
-  template <> __device__ __forceinline__ void wgmma_shared<E>(float (&d)[64], u64 a, u64 b, int accumulate) { \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
+  template <> __device__ __forceinline__ void wgmma_along_k<E>( \
+      float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n" \
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME \
-                 " {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;\n}" \
-                 : RESULTS_32(0), RESULTS_32(32) : "l"(a), "l"(b), "r"(accumulate)); \
+                 " {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}" \
+                 : RESULTS_32(0), RESULTS_32(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
+                   "r"(accumulate)); \
   } \
   template <> __device__ __forceinline__ void wgmma_registers<E>( \
       float (&d)[64], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) { \

@@ -114,6 +114,13 @@ def test_every_grid(device, generator, blocks) -> None:
     assert run(device, generator, lengths, heads=4, kv_heads=1, head_dim=64, blocks=blocks, shape=MANY_NARROW) < LIMIT
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 64), (3, 128), (1, 64), (8, 128)])
+def test_an_item_of_many_parts_is_merged_by_many_warps(device, generator, heads, head_dim) -> None:
+    """More parts than one warp asks for at once, by fewer rows than the block has warps, and by as many."""
+    shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "shape": FEW}
+    assert run(device, generator, [5, 16 * 8 * 25 - 3, 40], blocks=27, **shape) < LIMIT
+
+
 def test_a_query_that_is_not_finite_stays_in_its_row(device, generator) -> None:
     """Its parts are NaN, and yet are seen to have come: the launch ends, and leaves its workspace at rest."""
     case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [700, 40, 129], device.name, generator)

@@ -9,7 +9,7 @@ from paged_cases import attention, either, paged_case, worst_error
 from cuda.errors import ShapeMismatch
 from cuda.frames import FrameLayout
 from cuda.paged_attention_f32 import PagedAttentionF32
-from cuda.paged_prefill import PagedPrefill
+from cuda.paged_prefill import HOPPER, PagedPrefill
 
 LIMIT = 5e-3  # 2.3e-3 is what probabilities in bf16 give
 CHUNKS = [
@@ -91,6 +91,48 @@ def test_a_block_walks_over_many_tiles_and_items(device, generator, portable) ->
     """Both stages of everything are used several times over, also across the border between two items."""
     chunks = [(3, 700), (70, 130), (1, 257), (40, 40)]
     assert run(device, generator, chunks, portable=portable, heads=6, kv_heads=2, head_dim=64) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("chunks", "kv_heads"),
+    [
+        ([(20, 3000)], 1),  # one item, by all multiprocessors
+        ([(30, 1700), (2, 900)], 1),  # two, cut where it comes: a piece ends one and begins the other
+        ([(64, 2200)], 2),  # four items for three multiprocessors (emulated): the last is cut
+        ([(1, 2500), (3, 70), (0, 40), (1, 5)], 1),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_long_items_are_cut(device, generator, chunks, kv_heads, head_dim, portable) -> None:
+    """Their parts are joined to what one block would have computed."""
+    shape = {"heads": 4 * kv_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    assert run(device, generator, chunks, portable=portable, **shape) < LIMIT
+
+
+def test_pieces_cover_what_the_last_full_round_leaves(device, generator) -> None:
+    """Each tile of the items after it once, in pieces of one size. Items of many rounds, and short ones, stay whole."""
+    if device.loader.capability != HOPPER:
+        pytest.skip("items are cut by the kernel for Hopper")
+    case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
+    blocks = device.loader.multiprocessors
+    prefill = PagedPrefill(device.loader, case.pool, 4, max_tokens=32 * 9 * blocks + 64)
+
+    def plan(*chunks: tuple[int, int]) -> tuple[list[int], list[list[int]]]:
+        tokens, lengths = torch.tensor(chunks, dtype=torch.int32, device=device.name).T.contiguous()
+        prefill.plan(device.stream, tokens, lengths, sum(-(-new // 32) for new, _ in chunks))
+        device.synchronize()
+        whole, count, size, total, *starts = prefill.pieces().tolist()
+        return [whole, count, size, total], [starts[2 * i : 2 * i + 2] for i in range(count)]
+
+    assert plan((32, 128 * 20 * blocks)) == ([0, blocks, 20, 20 * blocks], [[0, 20 * i] for i in range(blocks)])
+    new, cached = 32 * (blocks + 2), 128 * 600
+    (whole, count, size, total), starts = plan((new, cached + new))
+    first, second = sorted((cached + 32 * b + 31) // 128 + 1 for b in range(2))[::-1]  # those that see least come last
+    assert (whole, total) == (blocks, first + second)
+    assert count == -(-total // size) <= blocks
+    assert starts == [[blocks + i // first, i % first] for i in range(0, total, size)]
+    assert plan((32 * (9 * blocks + 1), 128 * 9 * blocks + 64_000))[0][:2] == [9 * blocks + 1, 0]
+    assert plan((32, 32), (32, 64))[0][:2] == [2, 0]
 
 
 def test_nothing_to_do_touches_nothing(device, generator, portable) -> None:

@@ -110,6 +110,7 @@ struct Product {  // one wgmma, by one thread
   u64 a, b;         // descriptors
   const u32* registers[4];  // a, if it is not in shared memory
   std::vector<float> saved;  // d before the first product under way
+  bool along_k;              // b lies along k
 };
 
 struct Warp {
@@ -133,6 +134,8 @@ struct Fiber {
 struct Block {
   int alive, arrived, vote, result;
   u32 generation = 0;
+  int turn_arrived[16];  // by barrier of turns
+  u32 turn_generation[16];
 };
 
 static std::vector<Fiber> fibers;
@@ -421,6 +424,11 @@ inline float2 load_handed(const float2* p) {
   wait_for_handed(&p->x, 2);
   return *p;
 }
+inline void raise_flag(u32* p) { *p = 1; }
+inline u32 load_flag(const u32* p) {
+  while (*p == 0) emulator::yield_until_changed(p, 0);
+  return *p;
+}
 inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::shared) + 1024; }
 
 inline void async_copy_16(u32 target, const void* source) {
@@ -533,6 +541,11 @@ inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
   emulator::settle(b);
 }
 inline void barrier_arrive(u32 barrier) { barrier_arrive_expecting(barrier, 0); }
+inline void async_copy_arrive(u32 barrier) {
+  async_copy_commit();
+  async_copy_wait<0>();
+  barrier_arrive(barrier);
+}
 inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
   unsigned char* const t = emulator::at(target);
   if ((uintptr_t)t % 16 || (uintptr_t)source % 16 || bytes % 16) emulator::fail("misaligned bulk copy");
@@ -550,10 +563,21 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 
 template <int COUNT> void keep_registers() {}
 template <int COUNT> void want_registers() {}
-inline void show_to_tensor_cores() {}
 inline u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
   if (address >= 1 << 18 || (address | columns | rows) % 16) emulator::fail("a matrix that no descriptor can name");
   return (u64)(address >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
+}
+inline void turn_pass(int name) {
+  emulator::Block& block = emulator::blocks[emulator::block];
+  if (++block.turn_arrived[name] < 256) return;
+  block.turn_arrived[name] = 0;
+  ++block.turn_generation[name];
+}
+inline void turn_wait(int name) {
+  const u32& generation = emulator::blocks[emulator::block].turn_generation[name];
+  const u32 seen = generation;
+  turn_pass(name);
+  if (generation == seen) emulator::yield_until_changed(&generation, seen);
 }
 inline void wgmma_begin() { emulator::fibers[emulator::current].has_begun = true; }
 inline void wgmma_commit() { ++emulator::fibers[emulator::current].product_group; }
@@ -597,8 +621,7 @@ inline void carry_out(const Product& p) {
       const int column = j + lane % 4 * 2 + c;
       float sums[2] = {};
       for (int k = 0; k < 16; ++k) {
-        // beside registers, b's columns lie along its rows; beside shared memory, along k
-        const u16 bits = p.registers[0] ? matrix_element(p.b, k, column) : matrix_element(p.b, column, k);
+        const u16 bits = !p.along_k ? matrix_element(p.b, k, column) : matrix_element(p.b, column, k);
         const float b = number_of(p.is_fp16, bits);
         sums[0] += a[0][k] * b;
         sums[1] += a[1][k] * b;
@@ -638,11 +661,11 @@ template <int LEFT> void wgmma_wait() {
   fiber.products.erase(fiber.products.begin(), fiber.products.begin() + done);
   fiber.has_begun = false;
 }
-template <class E> void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate) {
-  emulator::order({0, d, 128, accumulate != 0, std::is_same_v<E, fp16>, a, b, {}, {}});
+template <class E> void wgmma_along_k(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
+  emulator::order({0, d, 128, accumulate != 0, std::is_same_v<E, fp16>, 0, b, {&a[0], &a[1], &a[2], &a[3]}, {}, true});
 }
 template <class E, int N>
 void wgmma_registers(float (&d)[N], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) {
-  emulator::order({0, d, 2 * N, true, std::is_same_v<E, fp16>, 0, b, {&a0, &a1, &a2, &a3}, {}});
+  emulator::order({0, d, 2 * N, true, std::is_same_v<E, fp16>, 0, b, {&a0, &a1, &a2, &a3}, {}, false});
 }
 #endif
