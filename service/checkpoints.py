@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from mm.holds import Hold
 from service.admin_sequences import find, name_of
 from service.checkpoint_file import CheckpointFolder, Header, ModelIdentity
 from service.engine_client import Submit
-from service.errors import BadRequest, NotStarted, ServiceUnavailable, quoted
+from service.errors import BadRequest, NotStarted, PagewalkError, ServiceUnavailable, quoted
 from service.grammars import GrammarRefused, Matcher
 from service.operations import Operations
 from service.questions import Answers, Restore, Restored, SaveCheckpoint
@@ -41,6 +42,8 @@ SAVED, RESTORED = "sequences/{of}/checkpoint", "restore"
 
 T = TypeVar("T")
 
+log = structlog.get_logger("pagewalk.checkpoints")
+
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
@@ -50,6 +53,12 @@ class _Taken:
     sequence: Sequence
     hold: Hold | None  # None: it has no page that would be of use
     facts: dict[str, Any]  # for operators
+
+
+def _tell_faults(task: "asyncio.Task[Any]") -> None:
+    """Of a job that nobody waits for any more: a refusal is nobody's concern then, anything else is a fault of ours."""
+    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, PagewalkError):
+        log.error("a checkpoint failed", exc_info=error)
 
 
 class Checkpoints:
@@ -87,7 +96,11 @@ class Checkpoints:
         task = asyncio.create_task(in_turn())
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_tell_faults)
+            raise
 
     # --- a Sequence to a file
 

@@ -1,6 +1,7 @@
 """Checkpoints of an engine without a network, under pressure: each page must be right, or all later tokens differ."""
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from service.checkpoint_file import CheckpointFolder, Header, ModelIdentity
 from service.checkpoints import Checkpoints
 from service.engine_client import BeamSearch, Event, TokenBatch
 from service.errors import BadRequest, NotFound, NotStarted, QueueFull, ServiceUnavailable
-from service.questions import Restore, Restored, SaveCheckpoint
+from service.questions import Answers, Restore, Restored, SaveCheckpoint
 
 MODEL = ModelIdentity("Simulated", 1, 1, 1024 // 16 // PAGE, VOCABULARY, "int64", PAGE, "c", "w")
 
@@ -81,6 +82,23 @@ def house(tmp_path: Path) -> House:
 
 
 PROMPT = list(range(1, 12))
+
+
+async def test_a_refusal_that_nobody_waits_for_any_more_is_no_fault(house: House) -> None:
+    """Whoever asked has left, or died: asyncio must not complain of a refusal that was not fetched."""
+    faults: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    answers = Answers()
+    house.checkpoints.answer_with(answers)
+    asking = asyncio.create_task(answers.answer(0, Restore("none", 1, "", "")))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    with pytest.raises(NotFound):
+        await answers.answer(0, Restore("none", 2, "", ""))  # after the one before
+    gc.collect()
+    assert not faults
 
 
 @pytest.mark.parametrize("made", range(1, 11))

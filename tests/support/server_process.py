@@ -41,6 +41,9 @@ class Process:
         self.connections: list[http.client.HTTPConnection] = []
         self.responses: list[http.client.HTTPResponse] = []
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWALK_")}
+        environ["PYTHONPATH"] = os.pathsep.join(
+            path or str(Path.cwd()) for path in sys.path
+        )  # the same modules as here
         ports = ["--port", str(self.port), "--admin-port", "0"]
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(

@@ -353,8 +353,8 @@ class Mix:
 
 LIVES = [
     Life("swap", faults=Faults(no_memory=0.1)),
-    Life("no swap, one process", front_ends=0, has_swap=False, faults=Faults(no_memory=0.1)),
-    Life("copies fail", faults=Faults(no_memory=0.1, copies=0.05)),
+    Life("no-swap", front_ends=0, has_swap=False, faults=Faults(no_memory=0.1)),
+    Life("copies-fail", faults=Faults(no_memory=0.1, copies=0.05)),
 ]
 
 

@@ -42,7 +42,7 @@ class FrontEndDied(Exception):
 class Life:
     """A server from start to end."""
 
-    name: str
+    name: str  # begins the ids of its requests
     front_ends: int = 2
     has_swap: bool = True
     faults: Faults = field(default_factory=Faults)
