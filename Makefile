@@ -24,6 +24,8 @@ DEV := $(VENV)/.dev-installed
 export VENV PYTHON TORCH_INDEX
 
 COMPAT := .venv-compat
+COMPAT_INSTALLED := $(COMPAT)/.installed$(if $(LOAD),-load)
+WEBUI := .venv-webui
 LOAD ?=
 MINUTES ?= 1.5
 SEED ?=
@@ -41,8 +43,8 @@ serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
 test: $(DEV)  ## Run every deterministic test that needs no GPU
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-compat: $(RUNTIME) $(COMPAT)/.installed  ## Run other people's clients (docs/compat.md); LOAD=1: load generators too
-	SERVER_PYTHON=$(CURDIR)/$(BIN)/python OMP_WAIT_POLICY=PASSIVE \
+test-compat: $(RUNTIME) $(COMPAT_INSTALLED)  ## Run other people's clients (docs/compat.md); LOAD=1: the large ones too
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python OPEN_WEBUI=$(CURDIR)/$(WEBUI)/bin/open-webui OMP_WAIT_POLICY=PASSIVE \
 		$(COMPAT)/bin/python -m pytest tests/compat -m compat -W default $(ARGS)
 
 check: $(DEV)  ## Format, lint, types, direction of imports, container files
@@ -85,15 +87,21 @@ release:  ## Build wheel and sdist into dist/, and try the wheel in a clean venv
 	@sh scripts/release.sh
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) $(COMPAT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) $(WEBUI) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(RUNTIME): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh
 	@sh scripts/install.sh .
 	@touch $@
 
-$(COMPAT)/.installed: tests/compat/requirements.txt tests/compat/requirements-load.txt
+$(COMPAT_INSTALLED): $(wildcard tests/compat/requirements*.txt)
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -q -r tests/compat/requirements.txt $(if $(LOAD),-r tests/compat/requirements-load.txt)
+	$(COMPAT)/bin/pip install -q uv==0.13.9  # pip needs ten minutes to choose the versions
+	$(COMPAT)/bin/uv pip install -q --python $(COMPAT) -r tests/compat/requirements.txt $(if $(LOAD),-r tests/compat/requirements-load.txt)
+ifdef LOAD
+	$(COMPAT)/bin/uv pip install -q --python $(COMPAT) --no-deps -r tests/compat/requirements-alone.txt
+	$(COMPAT)/bin/uv venv -q --clear $(WEBUI)
+	$(COMPAT)/bin/uv pip install -q --python $(WEBUI) -r tests/compat/requirements-webui.txt
+endif
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.sh

@@ -20,18 +20,17 @@ class EventKind(IntEnum):
     SHARE = 3  # cached pages were mapped. place: the first frame, or -1; count: pages
     FORK = 4  # place: the parent's row; count: pages
     RELEASE = 5  # an address space ended. place: its row; count: pages
-    PUBLISH = 6  # pages entered the cache. place: the row; count: pages
-    DROP = 7  # a clean page's frame was freed. place: the frame; count: 1
-    EVICT = 8  # a cached page was lost. place: its frame, or -1; count: 1
-    SWAP_OUT = 9  # ordered. place: the ticket; count: pages
-    SWAP_IN = 10  # ordered. place: the ticket; count: pages
-    COMPLETE = 11  # an order ended. place: the ticket; count: pages
-    FAIL = 12  # an order failed. place: the ticket; count: pages
-    PREEMPT = 13  # place: the row; count: frames expected from it
-    DENY = 14  # an allocation was refused. place: frames free or reclaimable; count: frames asked for
-    PIN = 15  # place: the pin; count: pages
-    UNPIN = 16  # place: the pin; count: pages
-    ACTION = 17  # an operator did something. place: its number; count: 1
+    DROP = 6  # a clean page's frame was freed. place: the frame; count: 1
+    EVICT = 7  # a cached page was lost. place: its frame, or -1; count: 1
+    SWAP_OUT = 8  # ordered. place: the ticket; count: pages
+    SWAP_IN = 9  # ordered. place: the ticket; count: pages
+    COMPLETE = 10  # an order ended. place: the ticket; count: pages
+    FAIL = 11  # an order failed. place: the ticket; count: pages
+    PREEMPT = 12  # place: the row; count: frames expected from it
+    DENY = 13  # an allocation was refused. place: frames free or reclaimable; count: frames asked for
+    PIN = 14  # place: the pin; count: pages
+    UNPIN = 15  # place: the pin; count: pages
+    ACTION = 16  # an operator did something. place: its number; count: 1
 
 
 class FlightRecorder:

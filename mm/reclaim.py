@@ -36,7 +36,7 @@ class Watermarks:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.low <= self.high:
-            raise ValueError(f"0 <= min <= low <= high does not hold: {self}")
+            raise ValueError(f"0 <= min <= low <= high must hold, got min {self.min}, low {self.low}, high {self.high}")
 
     @classmethod
     def from_shares(cls, frames: int, min: float = 0.01, low: float = 0.02, high: float = 0.04) -> "Watermarks":

@@ -45,7 +45,9 @@ class TenantLimits:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.low <= self.high <= self.max:
-            raise ValueError(f"0 <= min <= low <= high <= max does not hold: {self}")
+            given = ((name, getattr(self, name)) for name in ("min", "low", "high", "max"))
+            told = ", ".join(f"{name} {'max' if value == UNLIMITED else value}" for name, value in given)
+            raise ValueError(f"0 <= min <= low <= high <= max must hold, got {told}")
         if not 1 <= self.weight <= 10_000:
             raise ValueError(f"weight {self.weight} is not in 1 ... 10000")
         if self.swap_max < 0:

@@ -408,7 +408,7 @@ class Engine:
             self.limits.check_queue(queue, 1 + len(message.siblings), len(message.prompt_ids))
             self.limits.check_fits(len(message.prompt_ids), message.max_tokens, message.tenant)
         except QueueFull as full:
-            self._refuse(message, front_end, str(full), full.retry_after_s)
+            self._refuse(message, front_end, str(full), retry_after_s=full.retry_after_s)
         except BadRequest as refusal:  # the next try meets a front end that knows why it does not fit
             self._refuse(message, front_end, str(refusal), retry_after_s=1)
         else:
@@ -418,8 +418,9 @@ class Engine:
         self._unread -= 1 + len(message.siblings)
         self._unread_tokens -= len(message.prompt_ids)
 
-    def _refuse(self, message: Submit, front_end: int, why: str, retry_after_s: int | None = None) -> None:
-        is_refused = retry_after_s is None
+    def _refuse(
+        self, message: Submit, front_end: int, why: str, *, retry_after_s: int | None = None, is_refused: bool = False
+    ) -> None:
         refused = [Ended(id_, "error", why, retry_after_s, is_refused=is_refused) for id_ in message.sequence_ids]
         self._deliver(front_end, TokenBatch(self._step, [], [], refused))
 
@@ -434,7 +435,7 @@ class Engine:
         self.held.take(held)
         if held.grammar is None:
             self._note_read(held.message)
-            self._refuse(held.message, held.front_end, held.refusal)
+            self._refuse(held.message, held.front_end, held.refusal, is_refused=not held.is_our_fault)
         else:
             self._submit(held.message, held.front_end, held.came_s, held.grammar)
         self._inbox.extendleft((held.front_end, later) for later in reversed(held.later))

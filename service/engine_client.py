@@ -24,8 +24,10 @@ DEFAULT_TENANT = "default"
 EndReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 
-AnswerForm = Literal["completion", "chat", "thinking", "tools"]
-"""How a request is answered: as text; as a message; as one whose reasoning is split off; as one that may call tools."""
+AnswerForm = Literal["completion", "chat", "thinking", "hidden_thinking", "tools"]
+"""How a request is answered: as text; as a message; as one whose reasoning is split off; the same, with the reasoning
+left out; as one that may call tools.
+"""
 
 
 class TextWishes(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -178,7 +178,10 @@ class Generation:
         with_stops: bool = False,
     ) -> None:
         """The one choice is the rest of an answer that has begun elsewhere."""
-        reading = thinking_reading(begun.tokens[: begun.answer_begin], model) if form == "thinking" else None
+        reading = None
+        if form in ("thinking", "hidden_thinking"):
+            asked = begun.tokens[: begun.answer_begin]
+            reading = thinking_reading(asked, model, shows_reasoning=form == "thinking")
         prompt = Prompt(begun.tokens, reading=reading)
         choice = self._choice(0, prompt, stream, sequence_id, body, model)
         choice.follow(begun.tokens[begun.answer_begin :], with_stops=with_stops)
@@ -439,7 +442,9 @@ def _form_of(body: GenerationBody, prompt: Prompt) -> AnswerForm:
         return "completion"
     if prompt.reading is None:
         return "chat"
-    return "thinking" if prompt.reading.call_reader is None else "tools"
+    if prompt.reading.call_reader is not None:
+        return "tools"
+    return "thinking" if prompt.reading.shows_reasoning else "hidden_thinking"
 
 
 def _check_together(body: GenerationBody, budgets: Sequence[int], limits: Limits) -> None:

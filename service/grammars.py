@@ -253,7 +253,12 @@ class Grammars:
 
     def _compile_in_turn(self, constraint: Constraint) -> Grammar:
         self._begun.add(constraint)
-        return self._compile(constraint)
+        try:
+            return self._compile(constraint)
+        except Exception:
+            raise
+        except BaseException as panic:  # of the compiler: as an Exception it is one request's, and ends nothing else
+            raise RuntimeError("the compiler of grammars has panicked") from panic
 
     def _compile(self, constraint: Constraint) -> Grammar:
         source = _source_of(constraint)

@@ -7,8 +7,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import structlog
+
 from service.engine_client import Message, Submit
 from service.grammars import Grammar, GrammarRefused, Grammars
+
+log = structlog.get_logger("pagewalk.engine")
 
 
 @dataclass(eq=False)
@@ -20,6 +24,7 @@ class Held:
     came_s: float  # on the engine's clock
     grammar: Grammar | None = None
     refusal: str = ""
+    is_our_fault: bool = False
     later: list[Message] = field(default_factory=list)
 
 
@@ -79,4 +84,7 @@ class HeldSubmits:
             held.grammar = await grammars.compile(held.message.constraint)
         except GrammarRefused as error:
             held.refusal = str(error)
+        except Exception as error:  # whoever waits is told, whatever went wrong
+            log.error("a grammar was not compiled", request_id=held.message.request_id, exc_info=error)
+            held.refusal, held.is_our_fault = "The server failed to compile this request's grammar.", True
         self._release(held)

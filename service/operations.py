@@ -197,12 +197,12 @@ def swap_out(operations: Operations, of: str, body: object) -> Change:
         raise BadRequest("it computes its prompt: its pages can go when that is done")
     if sequence.state is State.RUNNING:
         if not sequences.swap_out([sequence]):
-            raise _no_slots(operations)
+            raise _no_slots(operations, sequence)
     elif sequence.state is State.PAUSED and space_of(sequence).is_resident:
         try:
             sequences.swap_orders.append(operations.inside.memory.swap_out([space_of(sequence)]))
         except OutOfSwapSlots:
-            raise _no_slots(operations) from None
+            raise _no_slots(operations, sequence) from None
     if sequence.state is not State.PAUSED:
         sequences.pause(sequence)
     return before, operations.facts(sequence)
@@ -231,7 +231,7 @@ def madvise(operations: Operations, of: str, body: Madvise) -> Change:
     if advice is not Advice.PAGEOUT:
         sequences.swap_orders.append(operations.inside.memory.advise(space_of(sequence), advice))
     elif sequence.state is State.RUNNING and not sequences.swap_out([sequence]):
-        raise _no_slots(operations)
+        raise _no_slots(operations, sequence)
     return before | {"advice": None}, operations.facts(sequence) | {"advice": body.advice}
 
 
@@ -240,9 +240,18 @@ def _check_has_memory(sequence: Sequence) -> None:
         raise BadRequest("it holds no memory: it waits for its turn")
 
 
-def _no_slots(operations: Operations) -> BadRequest:
-    swap = operations.inside.memory.swap
-    words = "this server has no swap area" if not swap.usable else f"{swap.free_slots} of {swap.usable} slots are free"
+def _no_slots(operations: Operations, sequence: Sequence) -> BadRequest:
+    """With the bound that its pages meet."""
+    memory = operations.inside.memory
+    swap, tenants = memory.swap, memory.tenants
+    tenant = tenants.id(sequence.tenant)
+    most, used = tenants.limits[tenant].swap_max, int(tenants.swap_usage[tenant])
+    if not swap.usable:
+        words = "this server has no swap area"
+    elif most - used < memory.sequence_memory(space_of(sequence)).resident:
+        words = f"swap_max of its tenant is {most} slots, and {used} of them are in use"
+    else:
+        words = f"{swap.free_slots} of {swap.usable} slots are free"
     return BadRequest(f"its pages do not fit into swap: {words}")
 
 
@@ -340,7 +349,9 @@ def overcommit(operations: Operations, of: str, body: Overcommit) -> Change:
 
 
 def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
-    """As if they had been in the settings file; until the server ends."""
+    """As if they had been in the settings file; until the server ends. Limits that are not given move out of the way of
+    those that are: in a cgroup, too, a `max` below `high` counts.
+    """
     memory = operations.inside.memory
     tenants = memory.tenants
     if of not in tenants.names and len(tenants.names) >= MAX_TENANTS - 1:
@@ -349,7 +360,7 @@ def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
     given = {name: getattr(body, name) for name in SetLimits.__struct_fields__ if name in _LIMITS}
     given = {name: UNLIMITED if value == "max" else value for name, value in given.items() if value is not None}
     try:
-        after = replace(before, **given)
+        after = replace(before, **_in_order(before, given))
     except ValueError as error:
         raise BadRequest(str(error)) from None
     tenants.set_limits(of, after)
@@ -364,6 +375,20 @@ def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
     return _limits(before), _limits(after)
 
 
+def _in_order(before: TenantLimits, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, and what min, low, high and max are beside it. Protection (min, low) never raises a limit."""
+    limits: dict[str, Any] = {**{name: getattr(before, name) for name in _RISING}, **given}
+    if "high" not in given and before.high == before.max:
+        limits["high"] = limits["max"]  # none of its own
+    if "low" not in given:
+        limits["low"] = max(limits["low"], limits["min"])
+    for lower, upper in (("high", "max"), ("low", "high"), ("min", "low")):
+        if lower not in given:
+            limits[lower] = min(limits[lower], limits[upper])
+    return limits
+
+
+_RISING = ("min", "low", "high", "max")
 _LIMITS = frozenset(("min", "low", "high", "max", "swap_max", "weight", "isolate"))
 
 

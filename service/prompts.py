@@ -155,12 +155,12 @@ def _reading(body: ChatBody, ids: list[int], model: ServedModel) -> Reading | No
     )
 
 
-def thinking_reading(ids: list[int], model: ServedModel) -> Reading:
+def thinking_reading(ids: list[int], model: ServedModel, *, shows_reasoning: bool) -> Reading:
     """How the reasoning is split off from the answers to a chat without tools. ids: its prompt."""
     thinking = model.tokenizer.thinking_marks
     assert thinking is not None, "a form that this model's chats do not have"
     is_thinking = model.tokenizer.ends_with(ids, thinking.begin)
-    return Reading(thinking=thinking, is_thinking=is_thinking, marks=frozenset(thinking))
+    return Reading(thinking, is_thinking, shows_reasoning, marks=frozenset(thinking))
 
 
 def check_text_length(characters: float, limits: Limits, *, param: str) -> None:

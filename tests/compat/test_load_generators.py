@@ -1,4 +1,7 @@
-"""guidellm and aiperf against the demo model: every request of a short run succeeds. Speed is not looked at."""
+"""guidellm, aiperf and `vllm bench serve` against the demo model: every request of a short run succeeds.
+
+Speed is not looked at.
+"""
 
 import json
 import os
@@ -56,3 +59,26 @@ def test_aiperf(server: Served, demo_folder: Path, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert found["request_count"]["avg"] == 6
     assert "error_request_count" not in found or found["error_request_count"]["avg"] == 0
+
+
+BENCH_SERVE = "import argparse; from vllm.benchmarks.serve import add_cli_args as add, main; " \
+    "parser = argparse.ArgumentParser(); add(parser); main(parser.parse_args())"  # fmt: skip
+"""`vllm bench serve`, without the rest of that command line, which imports the engine."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions"), ("vllm", "/v1/completions")],
+)
+def test_vllm_bench_serve(server: Served, demo_folder: Path, tmp_path: Path, backend: str, path: str) -> None:
+    run(
+        tmp_path, "python", "-c", BENCH_SERVE, "--backend", backend, "--base-url", server.root, "--endpoint", path,
+        "--model", server.model, "--tokenizer", str(demo_folder), "--ready-check-timeout-sec", "60",
+        "--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16", "--num-prompts", "6",
+        "--max-concurrency", "2", "--ignore-eos", "--save-result", "--save-detailed", "--result-filename", "out.json",
+        OPENAI_API_KEY=server.key,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 6 * 16), found["errors"]
+    events = 16 + (backend == "openai-chat")  # one a token; before those of a chat the role, which it counts as well
+    assert [len(gaps) for gaps in found["itls"]] == [events - 1] * 6

@@ -143,6 +143,25 @@ async def test_a_chat_is_forked_as_a_chat_and_no_character_is_cut_in_two(house: 
     await parent.leave()
 
 
+@pytest.mark.parametrize("is_shown", [True, False])
+async def test_a_fork_shows_reasoning_where_its_parent_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_shown: bool
+) -> None:
+    folder = write_tiny_model(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{% if add_generation_prompt %}<think>{% endif %}{# </think> #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = {"messages": [{"role": "user", "content": "say"}], "temperature": 0, "max_tokens": 1000}
+    async with real_house(monkeypatch, folder, max_model_len=4000) as house:
+        parent = await Parent(house, "c", "/v1/chat/completions", include_reasoning=is_shown, **chat).has(10)
+        status, answer = await fork(house, "c", max_tokens=12)
+        await parent.end()
+    message = answer["choices"][0]["message"]
+    assert (status, message["content"]) == (200, "")
+    assert bool(message.get("reasoning_content")) == is_shown
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 12}
+
+
 async def test_one_of_several_choices_is_forked_by_its_number(house: RealHouse) -> None:
     body = GREEDY | {"n": 3, "temperature": 1.0, "seed": 1}
     parent = await Parent(house, "p", **body).has(30)

@@ -121,6 +121,27 @@ async def test_what_cannot_be_compiled_ends_with_the_reason_and_nothing_is_left(
     assert (house.engine.queue.requests, len(house.engine.held)) == (0, 0)
 
 
+@pytest.mark.parametrize("fault", [ZeroDivisionError, BaseException])
+async def test_a_compiler_that_breaks_ends_the_request_as_a_fault_of_ours(
+    house: RealHouse, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+) -> None:
+    def broken(self: Grammars, constraint: Constraint) -> Any:
+        raise fault
+
+    receiver = Receiver()
+    house.engine.connect(OWN, receiver)
+    with monkeypatch.context() as patched:
+        patched.setattr(Grammars, "_compile", broken)
+        house.engine.post(OWN, submit(1, Constraint("regex", "[a-f]{4}"), siblings=1))
+        await receiver.until(1, 2)
+    for i in (1, 2):
+        assert (receiver.ended[i].reason, receiver.ended[i].is_refused) == ("error", False)
+    assert (house.engine.queue.requests, len(house.engine.held)) == (0, 0)
+    house.engine.post(OWN, submit(5, Constraint("regex", "[a-f]{4}")))
+    await receiver.until(5)
+    assert receiver.ended[5].reason == "stop"
+
+
 async def test_a_drain_waits_for_what_is_held(house: RealHouse, gate: threading.Event) -> None:
     receiver = Receiver()
     house.engine.connect(OWN, receiver)

@@ -258,6 +258,20 @@ async def test_a_priority_moves_one_in_the_queue_and_among_those_that_run() -> N
         without.do("sequences/{of}/priority", f"0.{number}", priority=1)
 
 
+@pytest.mark.parametrize("action", ["swap_out", "madvise"])
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_swap_out_that_meets_swap_max_is_told_so(action: str, is_paused: bool) -> None:
+    house, _ = house_with_ears(slots=40)
+    house.do("tenants/{of}", "a", swap_max=0)
+    number = house.submit([1] * 10, 60, tenant="a")
+    await steps(house, 4)
+    if is_paused and action == "swap_out":
+        house.do("sequences/{of}/pause", f"0.{number}")
+    body = {"advice": "pageout"} if action == "madvise" else {}
+    with pytest.raises(BadRequest, match="swap_max of its tenant is 0 slots, and 0 of them are in use"):
+        house.do(f"sequences/{{of}}/{action}", f"0.{number}", **body)
+
+
 # ---------------------------------------------------------------- the page cache
 
 
@@ -324,8 +338,40 @@ async def test_watermarks_overcommit_and_limits_take_effect() -> None:
     assert (done["after"]["max"], done["after"]["isolate"]) == (10, True)
     assert house.engine.limits.pool_tokens("new") == 10 * PAGE
     assert house.do("tenants/{of}", "new", max="max", high="max")["after"]["max"] == "max"
-    with pytest.raises(BadRequest):
+    with pytest.raises(BadRequest, match="0 <= min <= low <= high <= max must hold, got min 0, low 3, high 2, max max"):
         house.do("tenants/{of}", "new", low=3, high=2)
+    with pytest.raises(BadRequest, match="0 <= min <= low <= high must hold, got min 0, low 7, high 3"):
+        house.do("watermarks", low=7, high=3)
+
+
+@pytest.mark.parametrize(
+    ("was", "given", "becomes"),
+    [
+        ({}, {"max": 5}, (0, 0, 5, 5)),
+        ({"max": 5}, {"max": "max"}, (0, 0, "max", "max")),
+        ({"high": 8, "max": 12}, {"max": 10}, (0, 0, 8, 10)),
+        ({"high": 8, "max": 12}, {"max": 5}, (0, 0, 5, 5)),
+        ({"min": 3, "low": 6}, {"max": 4}, (3, 4, 4, 4)),
+        ({"max": 9}, {"min": 3}, (3, 3, 9, 9)),
+    ],
+)
+async def test_limits_that_are_not_given_move_out_of_the_way(
+    was: dict[str, Any], given: dict[str, Any], becomes: tuple[Any, ...]
+) -> None:
+    """As in a cgroup, where max counts whatever high is."""
+    house, _ = house_with_ears()
+    house.do("tenants/{of}", "new", **was)
+    after = house.do("tenants/{of}", "new", **given)["after"]
+    assert tuple(after[name] for name in ("min", "low", "high", "max")) == becomes
+
+
+@pytest.mark.parametrize("given", [{"min": 12}, {"low": 12}, {"min": 5, "max": 4}])
+async def test_protection_never_raises_a_limit(given: dict[str, Any]) -> None:
+    house, _ = house_with_ears()
+    before = house.do("tenants/{of}", "new", max=10)["after"]
+    with pytest.raises(BadRequest, match="must hold"):
+        house.do("tenants/{of}", "new", **given)
+    assert house.do("tenants/{of}", "new", weight=100)["after"] == before
 
 
 async def test_limits_that_would_strand_an_open_sequence_are_refused() -> None:
