@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -63,11 +65,32 @@ def test_variables_in_the_image_are_settings() -> None:
     assert (settings.host, settings.port) == ("0.0.0.0", 8000)
 
 
-@SERVICES
-def test_variables_of_a_service_are_settings(name: str) -> None:
+ALL_SERVERS = [name for name in COMPOSE["services"] if "env_file" in COMPOSE["services"][name]]
+
+
+@pytest.mark.parametrize("name", ALL_SERVERS)
+def test_variables_of_a_service_are_settings_that_no_file_may_change(name: str) -> None:
+    """What has a default here would silently replace a line of pagewalk.env, a key for example."""
     environment = COMPOSE["services"][name]["environment"]
-    values = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for key, value in environment.items()}
-    load_settings({}, {key: value for key, value in values.items() if key.startswith(PREFIX)})
+    assert not [value for value in environment.values() if "$" in value]
+    load_settings({}, environment)
+
+
+@pytest.mark.parametrize("name", ALL_SERVERS)
+def test_the_shell_wins_over_the_file_of_settings(name: str) -> None:
+    """Of two files the later one wins, and a name without a value is the shell's, or nothing."""
+    files = COMPOSE["services"][name]["env_file"]
+    assert files == [{"path": "pagewalk.env", "required": False}, {"path": "deploy/shell.env"}]
+    lines = (ROOT / "deploy" / "shell.env").read_text().splitlines()
+    names = {line for line in lines if not line.startswith("#")}
+    assert {each for each in names if each.startswith(PREFIX)} <= {PREFIX + field.upper() for field in FIELDS}
+    assert names >= {"PAGEWALK_MODEL", "PAGEWALK_API_KEY", "HF_TOKEN"}
+    assert not names & set(COMPOSE["services"][name]["environment"]), "those could not be changed"
+
+
+def test_the_router_lasts_as_long_as_the_servers_behind_it() -> None:
+    services = COMPOSE["services"]
+    assert services["router"]["stop_grace_period"] == services["replica-gpu-1"]["stop_grace_period"]
 
 
 @SERVICES
@@ -150,15 +173,22 @@ def test_what_is_plotted_and_watched_is_measured(expression: str) -> None:
     metrics = Metrics("1.0")
     metrics.serve(SERVED)
     metrics.http.http_ended("/v1/completions", "POST", 200)
-    labels: dict[str, set[str]] = {"up": {"job"}}
+    labels: dict[str, dict[str, set[str]]] = {"up": {"job": {"pagewalk"}}}
     for family in text_string_to_metric_families(metrics.render("")[0].decode()):
         for sample in family.samples:
-            labels.setdefault(sample.name, set()).update(sample.labels)
+            of_it = labels.setdefault(sample.name, {})
+            for label, value in sample.labels.items():
+                of_it.setdefault(label, set()).add(value)
     asked = re.findall(r"\b((?:pagewalk_|vllm:)\w+|up)(?:\{([^}]*)\})?", expression)
     assert asked
     for name, matchers in asked:
         assert name in labels, name
-        assert set(re.findall(r"(\w+)=~?\"", matchers)) <= labels[name] | {"instance"}
+        for label, is_pattern, value in re.findall(r"(\w+)=(~?)\"([^\"]*)\"", matchers):
+            if label in ("instance", "status"):  # of Prometheus; of answers that have not been given here
+                continue
+            wanted = value.split("|") if is_pattern else [value]
+            for one in wanted:
+                assert any(re.fullmatch(one, known) for known in labels[name][label]), f"{name}: {label} {one}"
 
 
 def locked(name: str) -> dict[str, str]:
@@ -204,8 +234,23 @@ def test_an_image_installs_by_hash_alone() -> None:
         assert "--require-hashes" in line or "--no-deps --no-build-isolation ." in line
 
 
+def certificate_in(folder: Path) -> ssl.SSLContext:
+    """A server's, of nobody in particular."""
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    files = [str(folder / "cert.pem"), str(folder / "key.pem")]
+    command = [*made, "-subj", "/CN=example.org", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*files)
+    return context
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["http", pytest.param("https", marks=pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl"))],
+)
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_the_health_check_tells_what_live_says(status: int, code: int) -> None:
+def test_the_health_check_tells_what_live_says(status: int, code: int, scheme: str, tmp_path: Path) -> None:
     class Live(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/live" else 404)
@@ -214,13 +259,16 @@ def test_the_health_check_tells_what_live_says(status: int, code: int) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
+    environment = {}
     with HTTPServer(("127.0.0.1", 0), Live) as server:
+        if scheme == "https":
+            environment["PAGEWALK_TLS_CERT"] = str(tmp_path / "cert.pem")
+            server.socket = certificate_in(tmp_path).wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         command = [sys.executable, str(ROOT / "deploy" / "is_live.py")]
-        result = subprocess.run(
-            command, env={"PAGEWALK_PORT": str(server.server_port)}, capture_output=True, check=False
-        )
+        environment["PAGEWALK_PORT"] = str(server.server_port)
+        result = subprocess.run(command, env=environment, capture_output=True, check=False)
         thread.join()
     assert result.returncode == code
 
