@@ -1,26 +1,30 @@
 """From a kernel's source to device code: paste the includes, hash, compile with NVRTC, keep the result on disk.
 
-    kernels/x.cu ──paste──▶ one text ──NVRTC──▶ cubin, names, log ──rename──▶ <cache>/<hash>/ ──▶ launch.DeviceLoader
+    kernels/x.cu ──paste──▶ one text ──NVRTC──▶ cubin, names, log ───────────▶ launch.DeviceLoader
+                                                    └──rename──▶ <cache>/<hash>/ ──checked──┘
 
 This file owns the cache. Its key covers everything that decides the code: text (with every project header pasted in,
 because an include that is only named does not change a hash), options, architecture, instances and NVRTC's version. An
-entry is a folder that appears by one rename, so a reader sees all of it or nothing, and two writers cannot mix.
+entry is a folder that appears by one rename, so a reader sees all of it or nothing, and two writers cannot mix. Its
+checksum covers its key, too: what is damaged, or lies in the wrong place, is compiled again and never run. Where
+nothing can be written, kernels are compiled all the same, at every start.
 
-NVRTC works on one program at a time in a process, so several are compiled by several processes (`build_apart`).
+NVRTC works on one program at a time in a process, so several are compiled by several processes (`build_apart`), which
+send what they have made through a pipe.
 
 Compiling needs neither a driver nor a GPU nor a CUDA toolkit: the kernels include nothing but files of this project.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,10 @@ KERNELS = (
     Path(__file__).parent / "kernels"
 )  # never importlib.resources.files("cuda"): that finds NVIDIA's part of the name
 CUBIN, ABOUT = "kernels.cubin", "build.json"
+FORMAT = 2  # of an entry
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what the tests compile for: Ampere, Ada, Hopper
+
+log = logging.getLogger("pagewalk.kernels")
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
@@ -52,11 +59,16 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Compiled kernels of one file: a cubin on disk, and what the compiler said about it."""
+    """Compiled kernels of one file, and what the compiler said about them."""
 
-    cubin: Path
+    code: bytes = field(repr=False)  # a cubin
     names: dict[str, str]  # instance, such as "rms_norm<bf16, 1>" -> its symbol in the cubin
     log: str
+
+    def digest(self, key: str) -> str:
+        """Of all there is to it, as what is kept under `key`."""
+        about = json.dumps([key, self.names, self.log]).encode()
+        return hashlib.sha256(len(about).to_bytes(8, "big") + about + self.code).hexdigest()
 
     @property
     def warnings(self) -> list[str]:
@@ -108,14 +120,9 @@ def build(file: str, instances: Sequence[str], architecture: str, *, cache_folde
     wanted = _Wanted.of(file, instances, architecture, cache_folder)
     if (found := wanted.found()) is not None:
         return found
-    code, names, log = _compile(file, wanted.text, instances, wanted.options)
-    entry = wanted.entry
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".tmp-") as scratch:
-        (Path(scratch) / CUBIN).write_bytes(code)
-        (Path(scratch) / ABOUT).write_text(json.dumps({"names": names, "log": log}), encoding="utf-8")
-        _publish(Path(scratch), entry)
-    return wanted.read()
+    built = Build(*_compile(file, wanted.text, instances, wanted.options))
+    wanted.keep(built)
+    return built
 
 
 def cached(file: str, instances: Sequence[str], architecture: str, *, cache_folder: Path | None = None) -> Build | None:
@@ -125,18 +132,21 @@ def cached(file: str, instances: Sequence[str], architecture: str, *, cache_fold
 
 def build_apart(file: str, instances: Sequence[str], architecture: str, *, cache_folder: Path | None = None) -> Build:
     """`build` by a process of its own, for which the calling thread waits."""
-    folder = cache_folder or default_cache_folder()
+    wanted = _Wanted.of(file, instances, architecture, cache_folder)
     paths = [str(KERNELS.parents[1]), os.environ.get("PYTHONPATH", "")]
     ended = subprocess.run(
-        [sys.executable, "-m", "cuda.compile", str(folder), architecture, file, *instances],
+        [sys.executable, "-m", "cuda.compile", architecture, file, *instances],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         capture_output=True,
-        text=True,
         check=False,
     )
     if ended.returncode:
-        raise CompileError(ended.stderr.strip() or f"{file}: the compiling process ended with {ended.returncode}")
-    return build(file, instances, architecture, cache_folder=folder)
+        said = ended.stderr.decode(errors="replace").strip()
+        raise CompileError(said or f"{file}: the compiling process ended with {ended.returncode}")
+    about, _, code = ended.stdout.partition(b"\n")
+    built = Build(code, **json.loads(about))
+    wanted.keep(built)
+    return built
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,31 +160,62 @@ class _Wanted:
     @classmethod
     def of(cls, file: str, instances: Sequence[str], architecture: str, cache_folder: Path | None) -> "_Wanted":
         text = read_source(file)
-        options = ("-std=c++17", f"-arch={architecture}", "--ptxas-options=-v")
-        key = json.dumps([text, options, sorted(instances), nvrtc.nvrtcVersion()[1:]])
+        options = _options(architecture)
+        key = json.dumps([FORMAT, text, options, sorted(instances), nvrtc.nvrtcVersion()[1:]])
         name = f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
         return cls(text, options, (cache_folder or default_cache_folder()) / name)
 
     def found(self) -> Build | None:
-        return self.read() if (self.entry / ABOUT).exists() else None
+        """What the cache has, if it is whole. What is not is told of, and in the way until `keep`."""
+        try:
+            return self._read()
+        except FileNotFoundError as error:
+            if not self.entry.exists():
+                return None
+            why = str(error)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = str(error) or type(error).__name__
+        log.warning("damaged kernels in the cache, which are compiled again: %s: %s", self.entry, why)
+        return None
 
-    def read(self) -> Build:
-        facts = json.loads((self.entry / ABOUT).read_text(encoding="utf-8"))
-        return Build(self.entry / CUBIN, facts["names"], facts["log"])
+    def keep(self, built: Build) -> None:
+        """Write an entry, whole or not at all. If another process was first, its result is as good."""
+        about = {"names": built.names, "log": built.log, "digest": built.digest(self.entry.name)}
+        try:
+            self.entry.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.entry.parent, prefix=".tmp-") as scratch:
+                ready = Path(scratch) / "entry"
+                ready.mkdir()
+                (ready / CUBIN).write_bytes(built.code)
+                (ready / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+                if self.entry.exists() and not self._is_whole():
+                    self.entry.rename(Path(scratch) / "damaged")
+                try:
+                    ready.rename(self.entry)
+                except OSError:
+                    if not self._is_whole():
+                        raise
+        except OSError as error:
+            log.warning("compiled kernels cannot be kept, so every start compiles them: %s", error)
+
+    def _is_whole(self) -> bool:
+        try:
+            self._read()
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        return True
+
+    def _read(self) -> Build:
+        """Raises OSError, ValueError, TypeError or KeyError for anything but a whole entry of this key."""
+        facts = json.loads((self.entry / ABOUT).read_bytes())
+        built = Build((self.entry / CUBIN).read_bytes(), facts["names"], facts["log"])
+        if built.digest(self.entry.name) != facts["digest"]:
+            raise ValueError("its checksum is another")
+        return built
 
 
-def _publish(scratch: Path, entry: Path) -> None:
-    """Give a finished folder its name. If another process was first, its result is as good."""
-    ready = scratch / "entry"
-    ready.mkdir()
-    for file in scratch.iterdir():
-        if file != ready:
-            shutil.move(file, ready / file.name)
-    try:
-        ready.rename(entry)
-    except OSError:
-        if not (entry / ABOUT).exists():
-            raise
+def _options(architecture: str) -> tuple[str, ...]:
+    return "-std=c++17", f"-arch={architecture}", "--ptxas-options=-v"
 
 
 def _compile(
@@ -186,13 +227,13 @@ def _compile(
         for instance in instances:
             _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
-        log = _text_of(nvrtc.nvrtcGetProgramLogSize(program), nvrtc.nvrtcGetProgramLog, program)
+        said = _text_of(nvrtc.nvrtcGetProgramLogSize(program), nvrtc.nvrtcGetProgramLog, program)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{file} for {options[1]}: {status.name}\n{log}")
+            raise CompileError(f"{file} for {options[1]}: {status.name}\n{said}")
         code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
         _checked(nvrtc.nvrtcGetCUBIN(program, code))
         names = {name: _checked(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in instances}
-        return code, names, log
+        return code, names, said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -211,13 +252,17 @@ def _text_of(size: tuple[Any, ...], read: Any, program: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """FOLDER ARCHITECTURE FILE INSTANCE...: the process of `build_apart`; returns its exit code."""
-    folder, architecture, file, *instances = arguments
+    """ARCHITECTURE FILE INSTANCE...: the process of `build_apart`; returns its exit code. What is compiled goes to its
+    standard output: a line of JSON, then the code.
+    """
+    architecture, file, *instances = arguments
     try:
-        build(file, instances, architecture, cache_folder=Path(folder))
+        code, names, said = _compile(file, read_source(file), instances, _options(architecture))
     except CompileError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    sys.stdout.buffer.write(json.dumps({"names": names, "log": said}).encode() + b"\n" + code)
+    sys.stdout.buffer.flush()
     return 0
 
 

@@ -11,7 +11,7 @@ Source: CUDA C++ Programming Guide, Virtual Memory Management.
 
 from typing import Any
 
-from cuda.errors import DriverError
+from cuda.errors import DriverError, driver_error
 
 PIECE_GRANULES = 32
 """A piece is at least 64 MiB where granules are 2 MiB: a call of the driver for each takes tens of microseconds."""
@@ -93,7 +93,7 @@ class GrowingMemory:
         """The result of a driver's function. Raises DriverError."""
         error, *results = getattr(self._driver, name)(*arguments)
         if int(error):
-            raise DriverError(name, int(error), error.name)
+            raise driver_error(name, int(error), error.name)
         return results[0] if results else None
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cuda.compile import Build, build_apart, cached
-from cuda.errors import DriverError, UnsupportedDevice
+from cuda.errors import UnsupportedDevice, driver_error
 
 Grid = int | tuple[int, int] | tuple[int, int, int]
 Argument = Tensor | float | None
@@ -166,7 +166,7 @@ class DeviceKernel:
 
     def _reserve_shared(self, spec: KernelSpec) -> None:
         """Raise the function's limit. It is never lowered: launchers of other sizes may hold the same function, since
-        CuPy loads a cubin once.
+        a cubin is loaded once.
 
         And take shared memory before L1, whatever the kernel needs itself: a multiprocessor divides the two anew only
         when it is empty, so kernels that differ in this could not start while another ends.
@@ -276,10 +276,21 @@ class DeviceLoader:
 
 
 def _load(spec: KernelSpec, built: Build) -> DeviceKernel:
-    import cupy  # loads cubins; its import starts nothing, but it is not there on machines without CUDA
+    module = _module(built.digest(""), torch.cuda.current_device(), built)
+    return DeviceKernel(module.get_function(built.names[spec.instance]).ptr, spec, module)
 
-    module = cupy.RawModule(path=str(built.cubin))
-    return DeviceKernel(module.get_function(built.names[spec.instance]).kernel.ptr, spec, module)
+
+_modules: dict[tuple[str, int], Any] = {}
+
+
+def _module(digest: str, device: int, built: Build) -> Any:
+    """Its code on the device; loaded once, whoever asks."""
+    if (digest, device) not in _modules:
+        from cupy.cuda.function import Module  # starts nothing, but it is not there on machines without CUDA
+
+        _modules[digest, device] = module = Module()
+        module.load(built.code)
+    return _modules[digest, device]
 
 
 @cache
@@ -296,4 +307,4 @@ def check(code: int, what: str) -> None:
     if code:
         name = ctypes.c_char_p()
         driver().cuGetErrorName(code, ctypes.byref(name))
-        raise DriverError(what, code, (name.value or b"unknown error").decode())
+        raise driver_error(what, code, (name.value or b"unknown error").decode())

@@ -237,6 +237,11 @@ class Sample:
             self._segments,
         )  # fmt: skip
 
+    def reset(self) -> None:
+        """Forget what a call has left that ended amid its launches."""
+        for tensor in (self._scans, self._queue, self._ticket):
+            tensor.zero_()
+
     def _parts_of_scan(self, sequences: int) -> int:
         """Blocks for a row: a warp of theirs looks at one tile if there are few rows, else at four."""
         tiles = self._segments // SEGMENTS_OF_TILE

@@ -35,10 +35,11 @@ from model.kernels import SCORED_AT_ONCE
 from model.kv_pool import KvPool, frame_bytes
 from model.log_probs import joined, log_probs
 from model.native_kernels import NativeKernels
+from model.out_of_memory import in_parts, is_out_of_memory
 from model.parameters import Parameters
 from model.sampler import Sampled, sample
 from model.sampling_rows import SamplingRows
-from model.step_parts import Computed, halves, is_out_of_memory, rejoined
+from model.step_parts import Computed, halves, rejoined
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.token_masks import TokenMasks, mask_words
 
@@ -356,10 +357,13 @@ class CpuExecutor:
     def _score(self, scored: ScoredTokens) -> LogProbs:
         """Step E of the sampler's definition. The logits of all places at once might not fit into memory."""
         places, targets = (torch.from_numpy(ids.astype(np.int64)) for ids in (scored.places, scored.targets))
-        parts = [
-            log_probs(self._kernels.logits_at(piece), wanted, scored.likeliest)
-            for piece, wanted in zip(places.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
-        ]
+
+        def score(part: slice) -> LogProbs:
+            return log_probs(self._kernels.logits_at(places[part]), targets[part], scored.likeliest)
+
+        parts: list[LogProbs] = []
+        for first in range(0, len(places), SCORED_AT_ONCE):
+            parts += in_parts(score, first, min(first + SCORED_AT_ONCE, len(places)))
         return joined(parts)
 
 

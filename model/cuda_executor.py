@@ -11,9 +11,12 @@ a prompt's tokens, are launched kernel by kernel.
 Trap: everything is enqueued on one stream of this executor's own; it becomes the submitting thread's current stream.
 """
 
+import logging
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +30,7 @@ from cuda.page_copy import PageCopy
 from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
 from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
 from cuda.shared_prefix import part_floats
-from mm.addresses import PAGE_SIZE, Int32Array, Int64Array
+from mm.addresses import PAGE_SIZE, BoolArray, Int32Array, Int64Array
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
@@ -37,6 +40,7 @@ from model.cuda_rows import CudaRows, row_memory_bytes
 from model.errors import CannotResize, OutOfDeviceMemory
 from model.executor import DeviceMemory
 from model.kernels import SCORED_AT_ONCE
+from model.out_of_memory import is_out_of_memory
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
 from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, ladder
@@ -58,6 +62,8 @@ RESERVE_BYTES = 1 << 30
 CAPTURE_S = 1.0
 """How long a start captures graphs, 6 to 20 ms each on an H200. The others follow while nothing runs."""
 
+log = logging.getLogger("pagewalk.executor")
+
 
 @dataclass(slots=True)
 class Reports:
@@ -66,6 +72,7 @@ class Reports:
     places: Int64Array  # (N,) sequences whose log-probabilities are wanted,
     likeliest: int  # so many of the likeliest
     scored_likeliest: int  # the same of the plan's scored tokens
+    starved: BoolArray | None = None  # (S,) those whose words found no memory; None: nobody's
     scored: Tensor | None = None  # (N, RECORD_WORDS) page-locked: theirs
 
 
@@ -79,9 +86,10 @@ class CudaTicket:
     reports: Reports
     executor: "CudaExecutor"
     graph_hit: bool
+    lost: StepResult | None = None  # of a step that the device does not know of, for want of memory
 
     def is_done(self) -> bool:
-        return self.executor.results.is_done(self.slot, self.step)
+        return self.lost is not None or self.executor.results.is_done(self.slot, self.step)
 
     def wait(self) -> StepResult:
         """Raises RuntimeError if the device has failed: then the number would never come."""
@@ -92,22 +100,34 @@ class CudaTicket:
                 checked = time.monotonic()
                 if self.executor.stream.query() and not self.is_done():  # raises the device's error, if there is one
                     raise RuntimeError(f"step {self.step} ended on the device without a result")
+        if self.lost is not None:
+            return self.lost
         return read_result(self.executor.results, self.slot, self.sequences, self.reports)
 
 
 def read_result(results: StepResults, slot: int, sequences: int, reports: Reports) -> StepResult:
     """The result of a step that is done."""
-    tokens, failed = results.read(slot, sequences)
+    tokens, flags = results.read(slot, sequences)
+    failed = flags != 0
+    if reports.starved is not None:
+        failed |= reports.starved
     log_probs, scored = None, None
     if len(reports.places):
         log_probs = _log_probs(results.read_log_probs(slot, reports.places, reports.likeliest))
     if reports.scored is not None:
         scored = _log_probs(read_records(reports.scored.numpy(), reports.scored_likeliest))
-    return StepResult(tokens, failed != 0, log_probs, scored)
+    return StepResult(tokens, failed, log_probs, scored, reports.starved)
 
 
 def _log_probs(words: LogProbWords) -> LogProbs:
     return LogProbs(words.chosen, words.ranks, words.ids, words.values)
+
+
+class Launched(NamedTuple):
+    """What has become of a step."""
+
+    scored: Tensor | None  # Reports.scored
+    lost: StepResult | None = None  # instead of one that comes from the device
 
 
 class DeviceProgram:
@@ -177,7 +197,9 @@ class DeviceProgram:
         self._sample = Sample(loader, self.state, self.results, config.vocabulary)
         self._record = LogProbRecords(loader, config.vocabulary)
         self._records = torch.zeros(SCORED_AT_ONCE, RECORD_WORDS, dtype=torch.int32, device=device)
-        self._page_locked = page_locked
+        self._given = torch.zeros(2, max_tokens, dtype=torch.int32, device=device)
+        self._given_uploads = torch.zeros(RING, 2, max_tokens, dtype=torch.int32, pin_memory=page_locked)
+        self._scores = torch.zeros(RING, max_tokens, RECORD_WORDS, dtype=torch.int32, pin_memory=page_locked)
         self._vocabulary = config.vocabulary
 
     def upload(self, plan: StepPlan, slot: int, stream: int) -> Reports:
@@ -199,7 +221,7 @@ class DeviceProgram:
         if copies:
             self._copy(stream, *copies_of(self.state.upload, words, copies))
         scored_likeliest = 0 if plan.scored is None else min(plan.scored.likeliest, self._vocabulary)
-        return Reports(places, likeliest, scored_likeliest)
+        return Reports(places, likeliest, scored_likeliest, self.rows.take_starved(plan.rows))
 
     def _load_groups(self, plan: StepPlan, slot: int) -> None:
         self._groups, self._groups_pay = plan.groups, False
@@ -216,10 +238,17 @@ class DeviceProgram:
         return self._groups_pay and plan.groups is not None and plan.groups is self._groups
 
     def _send_ahead(self, changes: TableChanges) -> None:
-        rows, pages, frames = (torch.from_numpy(part) for part in (changes.rows, changes.pages, changes.frames))
-        places = rows.long() * self.state.page_tables.shape[1] + pages
-        device = self.state.page_tables.device
-        self.state.page_tables.view(-1).index_copy_(0, places.to(device), frames.to(device))
+        """By way of the memory of uploads: this step's comes later."""
+        tables = self.state.page_tables
+        every = changes.rows.astype(np.int64) * tables.shape[1] + changes.pages
+        for first in range(0, len(every), UPLOADED_CHANGES):
+            part = slice(first, first + UPLOADED_CHANGES)
+            count = len(every[part])
+            places = self.state.upload[: 2 * count].view(torch.int64)
+            frames = self.state.upload[2 * count : 3 * count]
+            places.copy_(torch.from_numpy(every[part]))
+            frames.copy_(torch.from_numpy(changes.frames[part]))
+            tables.view(-1).index_copy_(0, places, frames)
 
     def _copies(self, slot: int, words: int) -> tuple[Tensor, Tensor]:
         """(page-locked, device) views of an upload's first `words`, or some more: made once for each power of two."""
@@ -246,22 +275,53 @@ class DeviceProgram:
             is_scored=plan.scored is not None,
         )
 
-    def run(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
+    def launch(self, plan: StepPlan, stream: int, graph: Graph | None, *, slot: int) -> "Launched":
+        """Enqueue what follows the upload: by a graph, or kernel by kernel where there is none, or no memory to start
+        one. Where there is none at all, caches are given back, then it is tried once more. If that does not help,
+        orders and settings are carried out, and nothing else of the step is.
+        """
+
+        def plainly() -> Tensor | None:
+            step = self.sizes(plan, stream)
+            return (self.run if plan.masked is None else self.compute)(step, plan.scored, slot=slot)
+
+        tries: list[Callable[[], Tensor | None]] = [plainly, plainly] if graph is None else [graph.replay, plainly]
+        for attempt in tries:
+            try:
+                return Launched(attempt())
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._give_back()
+        log.warning("no memory on the device for a step of %d tokens: its requests end", len(plan.token_ids))
+        self._scatter(stream, len(plan.rows), len(plan.token_ids))
+        return Launched(None, StepResult.without_memory(plan))
+
+    def _give_back(self) -> None:
+        """After a step that was cut for want of memory: give the device what torch keeps, and forget the step."""
+        if self.state.failed.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.state.failed.zero_()
+        self._adjust.masked.zero_()
+        self._sample.reset()
+
+    def run(self, step: CudaStep, scored: ScoredTokens | None = None, *, slot: int = 0) -> Tensor | None:
         """Everything of a step that follows its upload. Captured, or launched. Returns what `compute` does."""
-        records = self.compute(step, scored)
+        records = self.compute(step, scored, slot=slot)
         self.sample(step.stream, step.sequences, weighs=step.weighs)
         return records
 
-    def compute(self, step: CudaStep, scored: ScoredTokens | None = None) -> Tensor | None:
-        """The same, up to the logits.
+    def compute(self, step: CudaStep, scored: ScoredTokens | None = None, *, slot: int = 0) -> Tensor | None:
+        """The same, up to the logits. slot: of the ring; it matters where tokens are scored.
 
-        Returns the records of the scored tokens, (N, RECORD_WORDS) page-locked: valid once the step is done.
+        Returns the records of the scored tokens, (N, RECORD_WORDS) page-locked: valid once the step is done, until its
+        slot is used again.
         """
         assert scored is None or step.is_scored, "the tokens to be scored would not be computed"
         self._scatter(step.stream, step.sequences, step.tokens)
         self.kernels.plan(step)
         hidden = forward(self._parameters, step, self.kernels)
-        records = None if scored is None else self._score(hidden, scored, step.stream)
+        records = None if scored is None else self._score(hidden, scored, step.stream, slot)
         self.kernels.logits(hidden, self._parameters, step)
         return records
 
@@ -273,13 +333,13 @@ class DeviceProgram:
         self._adjust(stream, logits, sequences, None if masked is None else self.masks)
         self._sample(stream, logits, self._adjust.masked, sequences, weighs=weighs)
 
-    def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int) -> Tensor:
+    def _score(self, hidden: Tensor, scored: ScoredTokens, stream: int, slot: int) -> Tensor:
         """Log-probabilities of given tokens, some places at a time, in the memory of the step's logits."""
         count = len(scored.places)
-        records = torch.empty(count, RECORD_WORDS, dtype=torch.int32, pin_memory=self._page_locked)
-        given = torch.empty(2, count, dtype=torch.int32, pin_memory=self._page_locked)
-        given.numpy()[:] = scored.places, scored.targets
-        places, targets = given.to(hidden.device, non_blocking=True)
+        records, given = self._scores[slot, :count], self._given_uploads[slot]
+        given.numpy()[:, :count] = scored.places, scored.targets
+        self._given.copy_(given, non_blocking=True)
+        places, targets = self._given[:, :count]
         at_once = min(SCORED_AT_ONCE, self.state.max_sequences)
         for first in range(0, count, at_once):
             piece = slice(first, min(first + at_once, count))
@@ -326,6 +386,7 @@ class CudaExecutor:
         self.stream = torch.cuda.Stream(device)
         self._raw_stream = int(self.stream.cuda_stream)
         self._device_index = device.index or 0
+        self._latest: CudaTicket | None = None  # of the step submitted last
         with torch.cuda.stream(self.stream):
             self._program = DeviceProgram(
                 config,
@@ -370,18 +431,16 @@ class CudaExecutor:
             torch.cuda.set_stream(self.stream)  # once per thread: the caller's current stream from now on
         slot, sequences = plan.step % RING, len(plan.rows)
         reports = self._program.upload(plan, slot, self._raw_stream)
-        if (graph := self._graph_for(plan)) is not None:
-            graph.replay()
-        elif plan.masked is None:
-            reports.scored = self._program.run(self._program.sizes(plan, self._raw_stream), plan.scored)
-        else:
-            reports.scored = self._program.compute(self._program.sizes(plan, self._raw_stream), plan.scored)
-        return CudaTicket(plan.step, slot, sequences, reports, self, graph_hit=graph is not None)
+        graph = self._graph_for(plan)
+        reports.scored, lost = self._program.launch(plan, self._raw_stream, graph, slot=slot)
+        self._latest = CudaTicket(plan.step, slot, sequences, reports, self, graph is not None, lost)
+        return self._latest
 
     def sample(self, plan: StepPlan) -> None:
         """Enqueue the sampling of the masked step submitted last."""
-        weighs = self._program.rows.weighs(plan)
-        self._program.sample(self._raw_stream, len(plan.rows), weighs=weighs, masked=plan.masked)
+        if self._latest is not None and self._latest.lost is None:
+            weighs = self._program.rows.weighs(plan)
+            self._program.sample(self._raw_stream, len(plan.rows), weighs=weighs, masked=plan.masked)
 
     @property
     def ready_slots(self) -> int:
@@ -474,8 +533,18 @@ class CudaExecutor:
         program.run(CudaStep(stream, max_running, program.max_tokens, decodes=0, prefill_blocks=blocks))
         self.stream.synchronize()
 
-    def _captured(self, size: GraphSize) -> Graph:
-        """Nothing runs on the device for this, and it does not wait for what runs."""
+    def _captured(self, size: GraphSize) -> Graph | None:
+        """Nothing runs on the device for this, and it does not wait for what runs. None: there is no memory for it."""
+        try:
+            return self._capture(size)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()
+        log.warning("no memory on the device for more CUDA graphs: steps of those sizes are launched kernel by kernel")
+        return None
+
+    def _capture(self, size: GraphSize) -> Graph:
         step = CudaStep(
             self._raw_stream,
             sequences=size.sequences,
@@ -492,10 +561,15 @@ class CudaExecutor:
         graph = torch.cuda.CUDAGraph()
         # thread-local: another thread may page-lock memory for swap meanwhile
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
-        if size.kind.samples:
-            self._program.run(step)
-        else:
-            self._program.compute(step)
+        try:
+            if size.kind.samples:
+                self._program.run(step)
+            else:
+                self._program.compute(step)
+        except BaseException:
+            with suppress(RuntimeError):  # that it captured nothing whole
+                graph.capture_end()
+            raise
         graph.capture_end()
         self._graph_bytes += torch.cuda.memory_reserved(self._device_index) - reserved
         return graph

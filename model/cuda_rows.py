@@ -15,7 +15,8 @@ from torch import Tensor
 from cuda.adjust import pack_lists
 from cuda.sample import want_all_logits
 from cuda.scatter import SamplingChanges, SettingsArray, greedy_settings
-from mm.addresses import Int32Array, Int64Array
+from mm.addresses import BoolArray, Int32Array, Int64Array
+from model.out_of_memory import is_out_of_memory
 from model.step_plan import RowSettings, SamplingParameters, StepPlan
 
 FIRST_ROOM = 256
@@ -48,6 +49,7 @@ class CudaRows:
         self._reporting = 0  # rows that ask for log-probabilities
         self._want_all = np.zeros(rows, np.bool_)
         self._wanting = 0  # rows of these
+        self._starved: set[int] = set()  # rows whose words found no memory, since the last step
 
     def store(self, given: RowSettings) -> SamplingChanges:
         """Overwrite rows; enqueues the copies of their words. Raises ValueError if a row's history is missing."""
@@ -72,6 +74,7 @@ class CudaRows:
         self._want_all[rows] = wanting
         for i, (row, p) in enumerate(zip(rows.tolist(), parameters, strict=True)):
             self._words.pop(row, None)
+            self._starved.discard(row)
             self._rooms[row] = NO_HISTORY
             if p.needs_history or _has_lists(p):
                 own[i : i + 1] = self._with_words(
@@ -89,9 +92,17 @@ class CudaRows:
             return None
         for row in short.tolist():
             old, begin = self._words[row], int(self._begins[row])
-            self._place(row, begin, 2 * int(self._rooms[row]))
-            self._words[row][: len(old)].copy_(old)
+            if self._place(row, begin, 2 * int(self._rooms[row])):
+                self._words[row][: len(old)].copy_(old)
         return SamplingChanges(short, self.settings[short])
+
+    def take_starved(self, rows: Int32Array) -> BoolArray | None:
+        """(S,) which of a step's rows must fail, since their words have found no memory; None: none. Once for each."""
+        if not self._starved:
+            return None
+        starved: BoolArray = np.isin(rows, list(self._starved))
+        self._starved.difference_update(rows.tolist())
+        return starved
 
     def reports(self, plan: StepPlan) -> tuple[Int64Array, int]:
         """The sequences of a plan that ask for log-probabilities, by place, and how many of the likeliest they get: as
@@ -119,19 +130,48 @@ class CudaRows:
         room = max(FIRST_ROOM, 1 << len(known).bit_length()) if p.needs_history else 0
         self.settings[row] = own[0]
         self.settings["adjusts"][row] = 1
-        self._place(row, len(lists), room)
-        words = torch.empty(len(lists) + len(known), dtype=torch.int32, pin_memory=self._page_locked)
-        words.numpy()[:] = np.concatenate((lists, known))
-        self._words[row][: len(words)].copy_(words, non_blocking=True)
+        if self._place(row, len(lists), room):
+            words = np.concatenate((lists, known))
+            try:
+                sent = torch.empty(len(words), dtype=torch.int32, pin_memory=self._page_locked)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                sent = torch.from_numpy(words)  # the copy is waited for then
+            else:
+                sent.numpy()[:] = words
+            self._words[row][: len(words)].copy_(sent, non_blocking=True)
         return self.settings[row : row + 1]
 
-    def _place(self, row: int, begin: int, room: int) -> None:
-        """New memory for a row: `begin` words of lists and `room` tokens."""
-        words = torch.empty(begin + room, dtype=torch.int32, device=self._device)
+    def _place(self, row: int, begin: int, room: int) -> bool:
+        """New memory for a row: `begin` words of lists and `room` tokens. False: there is none; the row is `starved`,
+        and has no words any more.
+        """
+        words = self._memory(begin + room)
+        if words is None:
+            self._starved.add(row)
+            self._words.pop(row, None)
+            self._rooms[row] = NO_HISTORY
+            for name in ("lists", "history", "adjusts"):
+                self.settings[name][row] = 0
+            return False
         self._words[row], self._begins[row] = words, begin
         self._rooms[row] = room or NO_HISTORY
         self.settings["lists"][row] = words.data_ptr() if begin else 0
         self.settings["history"][row] = words.data_ptr() + 4 * begin if room else 0
+        return True
+
+    def _memory(self, words: int) -> Tensor | None:
+        """int32 of the device; None if there is none, also when caches have been given back."""
+        for _ in range(2):
+            try:
+                return torch.empty(words, dtype=torch.int32, device=self._device)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            if torch.device(self._device).type == "cuda":
+                torch.cuda.empty_cache()
+        return None
 
 
 def _has_lists(parameters: SamplingParameters) -> bool:

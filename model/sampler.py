@@ -42,7 +42,8 @@ from torch import Tensor
 
 from mm.addresses import Int32Array, Int64Array
 from model.candidates import masses, sums_before
-from model.log_probs import log_probs
+from model.log_probs import joined, log_probs
+from model.out_of_memory import in_parts
 from model.philox import below, random_words
 from model.sampling_rows import SamplingRows
 from model.step_plan import LogProbs
@@ -81,7 +82,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Int64Array, masks: Tok
         nothing_left = highest == -torch.inf
         _flatten(logits, highest, nothing_left)
         failed |= nothing_left
-    tokens = _choose(logits, highest, rows, positions)
+    tokens = _choose_in_parts(logits, highest, rows, positions)
     return Sampled(tokens, failed, _report(logits, tokens, rows.logprobs))
 
 
@@ -89,7 +90,12 @@ def _report(logits: Tensor, tokens: Tensor, likeliest: Int32Array) -> LogProbs |
     asking = np.flatnonzero(likeliest >= 0)
     if not len(asking):
         return None
-    return log_probs(_rows_of(logits, asking), _rows_of(tokens, asking), int(likeliest[asking].max()))
+    most = int(likeliest[asking].max())
+
+    def report(part: slice) -> LogProbs:
+        return log_probs(_rows_of(logits, asking[part]), _rows_of(tokens, asking[part]), most)
+
+    return joined(in_parts(report, 0, len(asking)))
 
 
 def _flatten(logits: Tensor, highest: Tensor, failed: Tensor) -> None:
@@ -97,6 +103,16 @@ def _flatten(logits: Tensor, highest: Tensor, failed: Tensor) -> None:
     if failed.any():
         logits[failed] = 0.0
         highest[failed] = 0.0
+
+
+def _choose_in_parts(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:
+    """`_choose`, for fewer rows at a time where memory is short."""
+
+    def choose(part: slice) -> Tensor:
+        theirs = rows if part == slice(0, len(logits)) else rows.take_adjusted(np.arange(part.start, part.stop))
+        return _choose(logits[part], highest[part], theirs, positions[part])
+
+    return torch.cat(in_parts(choose, 0, len(logits)))
 
 
 def _choose(logits: Tensor, highest: Tensor, rows: SamplingRows, positions: Int64Array) -> Tensor:

@@ -8,7 +8,8 @@ so a start does not wait for all of them at any price:
     while nothing runs           what is missing, one after the other; what a step would have taken comes first. Those
                                  that end with the logits, for steps with masks, are captured only then
 
-Beside steps nothing is captured: tokens would be late by that.
+Beside steps nothing is captured: tokens would be late by that. Where there is no memory for a graph, steps of its size
+go without, and none is captured for RETRY_S.
 
 It knows no torch: how a graph is captured is an argument, so the tests run it with made-up ones.
 """
@@ -35,6 +36,9 @@ MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
 """Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
 computes long enough for the host to launch it kernel by kernel."""
+
+RETRY_S = 60.0
+"""After a capture that found no memory: each try costs milliseconds, and what was full will be so for a while."""
 
 LEAST_FULL = 15 / 16
 """Of a step's most tokens: prompts that come faster than they are computed fill steps to the brim. Those have graphs,
@@ -127,16 +131,18 @@ class StepGraphs:
     def __init__(
         self,
         sizes: Iterator[tuple[GraphSize, bool]],
-        capture: Callable[[GraphSize], Graph],
+        capture: Callable[[GraphSize], Graph | None],
         *,
         seconds: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """sizes: of each kind ascending, those that do not sample last. Graphs are captured at once of those whose
-        second part is true; then of others that sample, until `seconds` have passed.
+        second part is true; then of others that sample, until `seconds` have passed. capture: None if there is no
+        memory for it.
         """
         began = clock()
-        self._capture_one = capture
+        self._capture_one, self._clock = capture, clock
+        self._next_try_s = began
         lists = [(kind, weighs) for kind in Kind for weighs in (False, True)]
         self._sizes: dict[tuple[Kind, bool], list[GraphSize]] = {each: [] for each in lists}
         self._graphs: dict[tuple[Kind, bool], dict[GraphSize, Graph]] = {each: {} for each in lists}  # ascending
@@ -146,10 +152,11 @@ class StepGraphs:
         for size, is_first in list(sizes):
             self._sizes[size.kind, size.weighs].append(size)
             self._missing[size] = None
-            if is_first:
+            if is_first and self._may_try:
                 self._capture(size)
         while any(size.kind.samples for size in self._missing) and clock() - began < seconds:
-            self.capture_next()
+            if not self.capture_next():
+                break
 
     @property
     def most(self) -> int:
@@ -184,10 +191,14 @@ class StepGraphs:
         return None if best is None else best[1]
 
     def capture_next(self) -> bool:
-        """Nothing runs: capture one that is missing. Returns whether more are."""
-        if self._missing:
+        """Nothing runs: capture one that is missing. Returns whether more can be."""
+        if self._missing and self._may_try:
             self._capture(self._missed or next(iter(self._missing)))
-        return bool(self._missing)
+        return bool(self._missing) and self._may_try
+
+    @property
+    def _may_try(self) -> bool:
+        return self._clock() >= self._next_try_s
 
     def clear(self) -> None:
         """Let go of all graphs. No more are captured."""
@@ -197,6 +208,9 @@ class StepGraphs:
 
     def _capture(self, size: GraphSize) -> None:
         graph = self._capture_one(size)
+        if graph is None:
+            self._next_try_s = self._clock() + RETRY_S
+            return
         each = size.kind, size.weighs
         known = self._graphs[each] | {size: graph}
         self._graphs[each] = {size: known[size] for size in self._sizes[each] if size in known}

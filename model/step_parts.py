@@ -25,13 +25,6 @@ class Computed:
     scored: LogProbs | None  # of the plan's scored tokens, where they have been scored already
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operator has found no memory. torch has an exception of its own for a GPU's only."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("allocate memory", "bad_alloc"))
-
-
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
     """The first and the second half of a plan's tokens (at least two), each without orders and settings.
 

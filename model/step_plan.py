@@ -150,19 +150,30 @@ class StepResult:
     failed (S,) bool: the row's logits were not finite. Its token means nothing, and its pages must not be shared.
     logprobs: of the rows that sampled and whose parameters ask for them, in the plan's order; K is the most that any of
     them asks for. None if nobody does. scored: of the plan's scored tokens.
-    lacks_memory: there was none for the step, so every row has failed, and there are no log-probabilities.
+    starved (S,) bool: of those that failed, for want of memory; None: nobody. Where all did, there are no
+    log-probabilities.
     """
 
     tokens: Int32Array
     failed: BoolArray
     logprobs: LogProbs | None = None
     scored: LogProbs | None = None
-    lacks_memory: bool = False
+    starved: BoolArray | None = None
 
     @classmethod
     def without_memory(cls, plan: StepPlan) -> "StepResult":
         """Of a step that could not be computed."""
-        return cls(np.full(len(plan.rows), -1, np.int32), np.ones(len(plan.rows), np.bool_), lacks_memory=True)
+        everyone = np.ones(len(plan.rows), np.bool_)
+        return cls(np.full(len(plan.rows), -1, np.int32), everyone, starved=everyone)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether there was none for any row."""
+        return self.starved is not None and bool(self.starved.all())
+
+    def is_starved(self, place: int) -> bool:
+        """Whether this row has failed for want of memory."""
+        return self.starved is not None and bool(self.starved[place])
 
 
 class Ticket(Protocol):

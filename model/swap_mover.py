@@ -19,6 +19,7 @@ from cuda.launch import driver
 from mm.addresses import Int32Array
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders
+from model.out_of_memory import is_out_of_memory
 
 
 @dataclass(slots=True)
@@ -48,13 +49,26 @@ class SwapMover:
         if not len(orders):
             return
         store = self._store if store is None else store
+        try:
+            event = self._enqueue(orders, after, store)
+        except (MemoryError, RuntimeError) as error:  # an event takes memory, too
+            if not is_out_of_memory(error):
+                raise
+            event = None
+        if event is None:
+            self._stream.synchronize()  # what has been started still reads and writes; raises what broke the device
+        self._moving.append(_Moving(orders.ticket, event, store))
+
+    def _enqueue(self, orders: SwapOrders, after: torch.cuda.Stream, store: BackingStore) -> torch.cuda.Event | None:
+        """The event that ends the copies; None if one could not be started."""
         self._stream.wait_stream(after)
         good = self._copy(orders.out_frames, orders.out_slots, store, is_out=True)
         good = good and self._copy(orders.in_frames, orders.in_slots, store, is_out=False)
-        event = torch.cuda.Event() if good else None
-        if event is not None:
-            event.record(self._stream)
-        self._moving.append(_Moving(orders.ticket, event, store))
+        if not good:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def ended(self) -> list[tuple[int, bool]]:
         """Tickets that ended, in order, and whether all copies succeeded. Never blocks."""

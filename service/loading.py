@@ -59,6 +59,7 @@ class Loaded:
     ) -> None:
         """files: what `tokenizer` was loaded from. phases_s: what the parts of loading took."""
         self.phases_s = phases_s or {}
+        self._is_closed = False
         self.name = name
         self.root = root
         self.tokenizer = tokenizer
@@ -66,6 +67,10 @@ class Loaded:
         self.assembly = assembly
 
     def close(self) -> None:
+        """Idempotent, also where it raises."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.assembly.executor.close()
         if self.assembly.engine.held.grammars is not None:
             self.assembly.engine.held.grammars.close()
@@ -248,5 +253,12 @@ async def end(loaded: Loaded, running: "asyncio.Task[None]") -> BaseException | 
     if not running.done():
         log.error("a step does not end: it is left behind")
         return None
-    loaded.close()
-    return running.exception()
+    broken = running.exception()
+    try:
+        loaded.close()
+    except RuntimeError as error:
+        if broken is None:
+            raise
+        why = str(error).split("\n")[0]
+        log.warning("a broken device lets nothing go: its memory goes with the process", reason=why)
+    return broken

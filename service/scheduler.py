@@ -379,8 +379,9 @@ class Scheduler:
         self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], complete, now)
         if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
             lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
-            for row in submitted.plan.rows[lost].tolist():
-                self._fail_row(committed, row, now, lacks_memory=result.lacks_memory)
+            for place in np.flatnonzero(lost).tolist():
+                row = int(submitted.plan.rows[place])
+                self._fail_row(committed, row, now, lacks_memory=result.is_starved(place))
         if not mine.all():
             self._commit_bereft(committed, submitted, result, sampled[~mine], now)
         if self._beams.groups:
@@ -647,7 +648,7 @@ class Scheduler:
             if sequence is None:
                 continue
             if result.failed[place]:
-                failed = self._end_failed(sequence, now, lacks_memory=result.lacks_memory)
+                failed = self._end_failed(sequence, now, lacks_memory=result.is_starved(place))
                 committed.ended.append((sequence, failed))
                 continue
             token, scores = int(result.tokens[place]), None

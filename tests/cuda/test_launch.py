@@ -134,7 +134,7 @@ def test_a_kernel_that_does_not_compile_ends_the_start(loader) -> None:
 
 def test_an_awaited_kernel_is_loaded_once() -> None:
     compiled: Future[Build] = Future()
-    compiled.set_result(Build(Path("x"), {}, ""))
+    compiled.set_result(Build(b"", {}, ""))
     loads: list[Build] = []
 
     def load(built: Build) -> Any:

@@ -15,6 +15,7 @@ from plan_driver import GREEDY, PlanDriver, int32
 from short_memory import no_memory, short_of_memory
 
 from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
+from model import cpu_executor, sampler
 from model.config import read_config
 from model.cpu_executor import CpuExecutor, choose_dtype
 from model.kv_pool import KvPool
@@ -380,3 +381,54 @@ def test_native_buffers_that_do_not_grow_leave_nothing_behind(model, native, mon
 
 def two_rows() -> MemoryOrders:
     return MemoryOrders(table_changes=TableChanges(int32(0, 0, 1), int32(0, 1, 0), int32(1, 2, 3)))
+
+
+def scarce(function: Any, most: int, sizes: list[int]) -> Any:
+    """`function`, which finds no memory for more than `most` rows of its first argument."""
+
+    def refuse(rows: torch.Tensor, *more: Any) -> Any:
+        sizes.append(len(rows))
+        if len(rows) > most:
+            no_memory()
+        return function(rows, *more)
+
+    return refuse
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_prompts_are_scored_in_parts_where_memory_is_short(
+    executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    chunks = plan([0, 1], [0, 0], [PROMPT[:20], PROMPT[5:16]], samples=[False, True], orders=two_rows())
+    asked = replace(chunks, scored=ScoredTokens(int32(0, 5, 14, 15, 16, 22, 30), int32(*range(7)), 3))
+    (whole,) = run(executor, asked)
+    sizes: list[int] = []
+    monkeypatch.setattr("model.cpu_executor.log_probs", scarce(cpu_executor.log_probs, most, sizes))
+    (parts,) = run(executor, replace(asked, orders=MemoryOrders()))
+    assert max(sizes) == 7
+    assert whole.scored is not None
+    assert parts.scored is not None
+    assert parts.tokens.tolist() == whole.tokens.tolist()
+    for name in ("chosen", "ranks", "ids", "values"):
+        assert np.array_equal(getattr(parts.scored, name), getattr(whole.scored, name))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_rows_are_sampled_in_parts_where_memory_is_short(
+    executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Penalties count once: what is tried again has been adjusted before."""
+    kinds = [
+        SamplingParameters(temperature=0.8, seed=3, repetition_penalty=1.5, logprobs=2),
+        SamplingParameters(temperature=0.0, presence_penalty=1.0, logprobs=3),
+        SamplingParameters(temperature=1.0, seed=4, top_p=0.7),
+        SamplingParameters(temperature=0.9, seed=5),
+    ]
+    prompts = [PROMPT, PROMPT[:16], PROMPT[3:4], PROMPT[10:27]]
+    alone = PlanDriver(executor).generate(prompts, 6, sampling=kinds)
+    sizes: list[int] = []
+    monkeypatch.setattr(sampler, "_choose", scarce(sampler._choose, most, sizes))
+    monkeypatch.setattr(sampler, "log_probs", scarce(sampler.log_probs, most, sizes))
+    made = PlanDriver(executor, seed=1).generate(prompts, 6, sampling=kinds)
+    assert max(sizes) == 4
+    assert [each.output for each in made] == [each.output for each in alone]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.step_graphs import GraphSize, Kind, StepGraphs, ladder
+from model.step_graphs import RETRY_S, GraphSize, Kind, StepGraphs, ladder
 
 
 class Graphs:
@@ -135,3 +135,27 @@ def test_after_clear_there_are_none_and_none_come() -> None:
     assert graphs.find(Kind.DECODE, 1, 1) is None
     assert not graphs.graphs.capture_next()
     assert graphs.later == []
+
+
+def test_without_memory_for_a_graph_steps_do_without_and_it_is_tried_again_later() -> None:
+    """Neither the start nor the idle time goes on trying."""
+    graphs = Graphs()
+    capture, refused = graphs.capture, []
+
+    def refuse(size: GraphSize) -> None:
+        graphs.now += 0.005
+        refused.append(size)
+
+    graphs.graphs._capture_one = refuse
+    assert not graphs.graphs.capture_next()
+    assert not graphs.graphs.capture_next()
+    assert len(refused) == 1
+    assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 64, 64)
+    graphs.graphs._capture_one = capture
+    graphs.now += RETRY_S
+    assert graphs.graphs.capture_next()
+    assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
+    sizes = ladder(max_running=256, max_tokens=512, has_cascade=True)
+    started = StepGraphs(sizes, refuse, seconds=10.0, clock=lambda: graphs.now)
+    assert len(refused) == 2
+    assert started.captured == 0

@@ -63,11 +63,15 @@ class ProgramExecutor:
             blocks = self.program.kernels.prefill_blocks(BUDGET, ROWS)
             step = CudaStep(stream, ROWS, BUDGET, decodes=ROWS, prefill_blocks=blocks)
         if plan.masked is not None:
-            reports.scored = self.program.compute(step, plan.scored)
+            reports.scored = self.program.compute(step, plan.scored, slot=slot)
             self.unsampled = Waiting(plan.step, self, step, reports, len(plan.rows))
             return self.unsampled
-        reports.scored = self.program.run(step, plan.scored)
-        return Done(plan.step, self.result(plan.step, len(plan.rows), reports))
+        lost = None
+        if self.is_padded:
+            reports.scored = self.program.run(step, plan.scored, slot=slot)
+        else:
+            reports.scored, lost = self.program.launch(plan, stream, None, slot=slot)
+        return Done(plan.step, lost or self.result(plan.step, len(plan.rows), reports))
 
     @property
     def masks(self) -> Any:

@@ -34,20 +34,26 @@ def _inode(port: int, client_port: int) -> str:
 class Process:
     """`pagewalk serve` on a free port. program: what Python is to run for the command `pagewalk`."""
 
-    def __init__(self, *arguments: str, folder: Path, program: Sequence[str] = ("-m", "service")) -> None:
+    def __init__(
+        self, *arguments: str, folder: Path, program: Sequence[str] = ("-m", "service"), **environ: str
+    ) -> None:
+        """environ: variables beside those of this process."""
         self.port = free_port()
         self.err = folder / "stderr"
         self.out = folder / "stdout"
         self.connections: list[http.client.HTTPConnection] = []
         self.responses: list[http.client.HTTPResponse] = []
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWALK_")}
-        environ["PYTHONPATH"] = os.pathsep.join(
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWALK_")}
+        inherited["PYTHONPATH"] = os.pathsep.join(
             path or str(Path.cwd()) for path in sys.path
         )  # the same modules as here
         ports = ["--port", str(self.port), "--admin-port", "0"]
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "serve", *ports, *arguments], stdout=out, stderr=err, env=environ
+                [sys.executable, *program, "serve", *ports, *arguments],
+                stdout=out,
+                stderr=err,
+                env=inherited | environ,
             )
 
     def open(

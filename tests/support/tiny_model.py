@@ -12,8 +12,8 @@ from model.parameters import Parameters
 POSITIONS = 100_000
 
 
-def write_tiny_model(folder: Path, layers: int = 1) -> Path:
-    """Fill an empty folder; returns it."""
+def write_tiny_model(folder: Path, layers: int = 1, **fields: Any) -> Path:
+    """Fill an empty folder; returns it. fields: of config.json, in place of those below."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -25,7 +25,7 @@ def write_tiny_model(folder: Path, layers: int = 1) -> Path:
         "num_key_value_heads": 1,
         "max_position_embeddings": POSITIONS,
         "eos_token_id": END,
-    }
+    } | fields
     (folder / "config.json").write_text(json.dumps(config))
     tiny_tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))

@@ -1,0 +1,106 @@
+"""A GPU whose memory is full, to the last block, while requests come: nobody sees it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_engine import Choice, engine, finish
+from tiny_model import write_tiny_model
+
+from model.cuda_executor import CudaExecutor
+from model.out_of_memory import is_out_of_memory
+from model.step_plan import SamplingParameters
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9}
+SHAPE |= {"num_key_value_heads": 3, "torch_dtype": "float32", "max_position_embeddings": 8192}
+PROMPTS = [[7 * i % 300 + 5 for i in range(begin, begin + 60)] for begin in range(0, 800, 50)]
+KINDS: list[tuple[SamplingParameters, dict[str, Any]]] = [
+    (SamplingParameters(temperature=0.0), {}),
+    (SamplingParameters(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5), {}),
+    (SamplingParameters(temperature=0.9, seed=7, top_p=0.9, logprobs=5), {}),
+    (SamplingParameters(temperature=0.0, logit_bias={9: 3.0}, bad_words=[[5, 6]]), {"prompt_logprobs": 3}),
+]
+
+
+@contextmanager
+def full_card() -> Iterator[None]:
+    """Nothing is left that the driver or torch would give out in pieces of 64 KiB or more."""
+    torch.cuda.empty_cache()
+    held, size = [], 64 << 30
+    while size >= 1 << 16:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    try:
+        yield
+    finally:
+        held.clear()
+        torch.cuda.empty_cache()
+
+
+async def outputs(assembly: Any) -> list[tuple[Any, ...]]:
+    """Of all prompts at once, each of its kind."""
+
+    async def one(place: int, prompt: list[int]) -> tuple[Any, ...]:
+        sampling, options = KINDS[place % len(KINDS)]
+        (choice,) = await finish(assembly, prompt, 24, sampling, prefix_cache=False, **options)
+        return facts(choice)
+
+    return await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(PROMPTS)))
+
+
+def facts(choice: Choice) -> tuple[Any, ...]:
+    ended = choice.ended.result()
+    ids = [[int(token) for token in scores.ids] for scores in choice.prompt_scores if hasattr(scores, "ids")]
+    return ended.reason, ended.message, choice.tokens, len(choice.scores), len(choice.prompt_scores), ids
+
+
+async def test_requests_of_all_kinds_run_on_a_full_card_as_on_an_empty_one(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Also those for which no CUDA graph exists yet, and none can be made."""
+    settings = {"load_format": "dummy", "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 64}
+    folder = write_tiny_model(tmp_path, **SHAPE)
+    async with engine(folder, "cuda", **settings) as assembly:
+        alone = []
+        for place, prompt in enumerate(PROMPTS):
+            sampling, options = KINDS[place % len(KINDS)]
+            (choice,) = await finish(assembly, prompt, 24, sampling, prefix_cache=False, **options)
+            alone.append(facts(choice))
+        executor = assembly.executor
+        assert isinstance(executor, CudaExecutor)
+        with full_card():
+            with pytest.raises(torch.OutOfMemoryError) as refusal:
+                torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+            assert is_out_of_memory(refusal.value)
+            before = executor.captured_graphs
+            for _ in range(3):
+                assert await outputs(assembly) == alone
+            record_property("graphs", f"{before} {executor.captured_graphs}")
+        assert await outputs(assembly) == alone
+
+
+async def test_a_row_that_needs_memory_of_its_own_fails_alone_on_a_full_card(tmp_path: Path) -> None:
+    """A history of 8,000 tokens and 4,000 biases do not fit anywhere; a neighbour goes on."""
+    settings = {"load_format": "dummy", "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 64, "max_model_len": 8192}
+    folder = write_tiny_model(tmp_path, **SHAPE)
+    hungry = SamplingParameters(temperature=0.0, repetition_penalty=1.3, bad_words=[[5, 6]] * 300_000)
+    async with engine(folder, "cuda", **settings) as assembly:
+        (before,) = await finish(assembly, PROMPTS[0], 200, prefix_cache=False)
+        with full_card():
+            fed, starved = await asyncio.gather(
+                finish(assembly, PROMPTS[0], 200, prefix_cache=False),
+                finish(assembly, PROMPTS[1], 200, hungry, prefix_cache=False),
+            )
+        assert fed[0].tokens == before.tokens
+        assert starved[0].ended.result().reason == "error"
+        assert "no memory" in starved[0].ended.result().message
+        (after,) = await finish(assembly, PROMPTS[1], 20, hungry, prefix_cache=False)
+        assert after.ended.result().reason == "length"
