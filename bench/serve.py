@@ -55,7 +55,7 @@ def shape_folder(shape: str) -> Iterator[Path]:
 def load(url: str, name: str, vocabulary: int, run: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Carry out one run; returns the generator's figures."""
     limit, _, rate = run.partition("@")
-    path = workload.FOLDER / f"{chosen.workload}.jsonl"
+    path = workload.path_of(chosen.workload)
     arguments = ["--base-url", url, "--model", name, "--workload", str(path), "--vocab", str(vocabulary)]
     arguments += ["--rate", rate, "--limit", limit, "--procs", str(chosen.procs), "--label", chosen.label or run]
     options = loadgen.parse_args(arguments)
@@ -96,7 +96,7 @@ def main() -> None:
     what.add_argument("--url", help="a server that runs already, of whatever kind")
     parser.add_argument("--name", default=NAME, help="what the server at --url calls its model")
     parser.add_argument("--vocabulary", type=int, help="ids that prompts are drawn from, for --url")
-    parser.add_argument("--workload", default="chat-1000", choices=workload.names())
+    parser.add_argument("--workload", default="chat-1000", help=", ".join(workload.names()) + ", or a .jsonl file")
     parser.add_argument("--runs", default="20@seq,400@8,400@16,1000@inf", help="REQUESTS@RATE, separated by commas")
     parser.add_argument("--procs", type=int, default=4, help="processes of the generator")
     parser.add_argument("--label", help="goes into the JSON")

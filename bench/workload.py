@@ -26,10 +26,14 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.jsonl"))
 
 
+def path_of(name: str) -> Path:
+    """The file of a workload: by its name, or the path that was given."""
+    return Path(name) if name.endswith(".jsonl") else FOLDER / f"{name}.jsonl"
+
+
 def load(name: str, vocabulary: int, limit: int | None = None) -> list[Item]:
-    """The first `limit` rows of a workload by its name, or of a file by its path."""
-    path = Path(name) if name.endswith(".jsonl") else FOLDER / f"{name}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:limit]]
+    """The first `limit` rows of a workload, by its name or its file's path."""
+    rows = [json.loads(line) for line in path_of(name).read_text().splitlines()[:limit]]
     return [Item(prompt_ids(row, vocabulary), row["output_len"], row.get("n", 1)) for row in rows]
 
 

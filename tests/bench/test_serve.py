@@ -15,6 +15,14 @@ def test_prompts_are_those_of_the_other_benchmarks() -> None:
         ]
 
 
+def test_a_workload_may_be_a_file_of_one_s_own(tmp_path) -> None:
+    file = tmp_path / "short.jsonl"
+    file.write_text('{"id": 0, "seed": 3, "prompt_len": 5, "output_len": 2}\n')
+    assert workload.path_of(str(file)) == file
+    (item,) = workload.load(str(file), 1000)
+    assert (item.prompt_ids, item.output_len) == (loadgen.prompt_ids(loadgen.load_rows(str(file), 1)[0], 1000), 2)
+
+
 def test_a_made_up_tokenizer_has_a_token_for_every_id_of_the_shape() -> None:
     with serve.shape_folder("smol") as folder:
         tokenizer = Tokenizer.load(folder)
