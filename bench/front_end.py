@@ -3,13 +3,16 @@
     pagewalk bench front-end [--streams 256] [--tokens 256] [--step-ms 20] [--front-ends 1] [--model smollm2] [--chat]
 
 The front ends are those of the server, in processes of their own; the engine's process is this one, with random tokens
-in place of a model; the clients are one more process that only counts. Two runs:
+in place of a model; the clients are one more process that only counts. Three runs:
 
 paced    one token a stream and step, steps far enough apart that each token is an event of its own
 burst    all steps at once: the front ends lag, and tokens that wait go out together
+alone    one request after the other, each answered as soon as it reaches the engine: what HTTP, the front end and the
+         links add to a first token
 
 Reported per front end process: its CPU time (user and system, with the sockets) / events, / tokens; tokens a second of
-its CPU time. Requests are counted in: with short streams they show. The last line is one JSON object.
+its CPU time. Requests are counted in: with short streams they show. Of `alone` the time from before the connection to
+the first event. The last line is one JSON object.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import uvloop
 
 from model.config import read_config
@@ -53,6 +57,7 @@ class RandomEngine:
         self.running: dict[
             tuple[int, int], tuple[int, int]
         ] = {}  # front end, sequence -> tokens so far, tokens to make
+        self.answers_at_once = False
         self._desks: dict[int, Desk] = {}
         self._random = random.Random(1)
 
@@ -66,6 +71,8 @@ class RandomEngine:
         match message:
             case Submit():
                 self.running[front_end, message.sequence_id] = 0, message.max_tokens
+                if self.answers_at_once:
+                    self.step(0)
             case Cancel() | Finish():
                 self.running.pop((front_end, message.sequence_id), None)
 
@@ -94,6 +101,7 @@ class Counting(asyncio.Protocol):
     def __init__(self, request: bytes, done: "asyncio.Future[int]") -> None:
         self._request, self._done = request, done
         self._events = 0
+        self.first_s = 0.0
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,6 +109,8 @@ class Counting(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._events += data.count(b"data: ")
+        if self._events and not self.first_s:
+            self.first_s = time.perf_counter()
         self._tail = (self._tail + data)[-40:]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,29 +120,46 @@ class Counting(asyncio.Protocol):
             self._done.set_exception(RuntimeError(f"a stream broke: {self._tail!r}"))
 
 
-async def _clients(port: int, streams: int, tokens: int, path: str) -> int:
-    """Events of all streams."""
-    loop = asyncio.get_running_loop()
+def _request(path: str, tokens: int) -> bytes:
     what = {"prompt": [300]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     body = json.dumps({**what, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    return head + body
+
+
+async def _clients(port: int, streams: int, tokens: int, path: str) -> int:
+    """Events of all streams."""
+    loop, request = asyncio.get_running_loop(), _request(path, tokens)
     ends: list[asyncio.Future[int]] = []
     for _ in range(streams):
         ends.append(loop.create_future())
-        await loop.create_connection(lambda: Counting(head + body, ends[-1]), "127.0.0.1", port)
+        await loop.create_connection(lambda: Counting(request, ends[-1]), "127.0.0.1", port)
     return sum(await asyncio.gather(*ends))
 
 
+async def _one_by_one(port: int, requests: int, path: str) -> list[float]:
+    """Milliseconds to each request's first event."""
+    loop, request, found = asyncio.get_running_loop(), _request(path, 1), []
+    for _ in range(requests):
+        done: asyncio.Future[int] = loop.create_future()
+        began = time.perf_counter()
+        _, protocol = await loop.create_connection(lambda done=done: Counting(request, done), "127.0.0.1", port)  # type: ignore[misc]
+        await done
+        found.append((protocol.first_s - began) * 1e3)
+    return found
+
+
 def _client_process(port: int, path: str, pipe: Connection) -> None:
-    """Runs what it is told: (streams, tokens) -> events."""
+    """Runs what it is told: (streams, tokens) -> events; (requests,), one after the other -> milliseconds."""
     while (order := pipe.recv()) is not None:
-        pipe.send(uvloop.run(_clients(port, *order, path)))
+        pipe.send(uvloop.run(_clients(port, *order, path) if len(order) > 1 else _one_by_one(port, *order, path)))
 
 
 # --- The engine's process --------------------------------------------------------------------------------------------
 
 
-async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The runs of many streams, and the one of single requests."""
     files = resolve(options.model)
     vocabulary = read_config(files.folder).vocabulary
     limits = Limits(1 << 20, 1 << 30, max_queue_requests=1 << 20, vocabulary=vocabulary, max_running=1 << 20)
@@ -157,13 +184,20 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         results = []
         for name, step_s in (("paced", options.step_ms / 1000), ("burst", 0.0)):
             results.append(await _run(engine, front_ends, pipe, name, options.streams, options.tokens, step_s))
-        return results
+        return results, await _alone(engine, pipe, options.requests)
     finally:
         pipe.send(None)
         await front_ends.close()
         await asyncio.to_thread(client.join)
         for bound in (*held, pipe, theirs):
             bound.close()
+
+
+async def _alone(engine: RandomEngine, pipe: Connection, requests: int) -> dict[str, float]:
+    engine.answers_at_once = True
+    pipe.send((requests,))
+    found = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+    return {name: round(float(np.quantile(found, q)), 3) for name, q in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))}
 
 
 async def _run(
@@ -212,18 +246,21 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, help="from one token of a stream to the next, paced")
+    parser.add_argument("--requests", type=int, default=200, help="one after the other")
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--model", default="smollm2", help="whose tokenizer is used")
     parser.add_argument("--chat", action="store_true", help="the events of chats in place of completions")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    results = uvloop.run(measure(options))
+    results, alone_ms = uvloop.run(measure(options))
     columns = [name for name in results[0] if name != "run"]
     print(f"{'':8}", *(f"{name:>22}" for name in columns), file=sys.stderr)
     for result in results:
         print(f"{result['run']:8}", *(f"{result[name]:>22}" for name in columns), file=sys.stderr)
-    print(json.dumps({"cores": os.cpu_count(), "front_ends": options.front_ends, "runs": results}))
+    print(f"{'alone':8} first event after {alone_ms} ms", file=sys.stderr)
+    facts = {"cores": os.cpu_count(), "front_ends": options.front_ends}
+    print(json.dumps(facts | {"runs": results, "alone_first_event_ms": alone_ms}))
 
 
 if __name__ == "__main__":
