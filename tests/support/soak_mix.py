@@ -8,9 +8,9 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,15 +120,15 @@ class Mix:
     names: int = 0
     is_over: bool = False
 
-    async def run(self, seconds: float) -> None:
-        """Rounds of all requests until the time is over, one at least. Raises what fails first, in groups."""
+    async def run(self, seconds: float, lacks: Callable[[], list[str]]) -> None:
+        """Rounds of all requests until the time is over, and nothing lacks. Raises what fails first, in groups."""
         gate, until = asyncio.Semaphore(AT_ONCE), time.monotonic() + seconds
         async with asyncio.TaskGroup() as helpers:
             helpers.create_task(self._operate())
             helpers.create_task(self._audit())
             if self.life.front_ends:
                 helpers.create_task(self._kill())
-            while not self.happened["rounds"] or time.monotonic() < until:
+            while not self.happened["rounds"] or time.monotonic() < until or lacks():
                 async with asyncio.TaskGroup() as clients:
                     for case in self.draw.sample(self.cases, len(self.cases)):
                         clients.create_task(self._client(gate, case))
@@ -269,7 +269,9 @@ class Mix:
             left_out = {"prompt_logprobs", "echo"}
             same = {name: value for name, value in body.items() if name not in left_out} | FORKED | {"prompt": prompt}
             if (alone := await self.alone.ask(path, same)) is not None:
-                self._check(said(path, answer), alone)
+                (found,) = said(path, answer)
+                # its text begins with what the parent's last character lacked, where that was cut
+                self._check([found], [replace(alone[0], content=found.content)])
 
     async def _restore(self, _: Case, headers: dict[str, str]) -> None:
         """Go on with what was saved, here or in the life before: the rest of its answer."""
@@ -348,6 +350,7 @@ class Mix:
             assert audit["proportional"] == pytest.approx(audit["active"]), audit
             assert audit["free"] + audit["cached"] + audit["active"] == audit["total"], audit
             self.happened["audits"] += 1
+            self.happened |= {f"server's {name}": counters[name] for name in COUNTED}
             self.record.add(self.life.name, self.happened, audit, counters, swap, self.server.resident_bytes())
 
 
@@ -360,31 +363,34 @@ LIVES = [
 
 @dataclass
 class Ran:
-    """What came of a mix."""
+    """A mix, and what came of it: what is wanted happens at least once, if the last life takes longer for it."""
 
+    lives: list[Life]
+    wanted: Sequence[str] = ()
     record: Record = field(default_factory=Record)
     happened: Counter[str] = field(default_factory=Counter)  # in all lives
     apart: float = 0.0
 
-    async def live(
-        self, lives: list[Life], seed: int, requests: int, seconds: float, model: Path, folder: Path
-    ) -> None:
+    async def run(self, seed: int, requests: int, seconds: float, model: Path, folder: Path) -> None:
         """Servers one after the other, `seconds` in all: what one saves the next may restore."""
         draw = random.Random(seed)
         saved: list[tuple[str, Case]] = []
         async with alone_in(model, folder) as alone:
             cases = await some_cases(draw, alone, requests)
-            for life in lives:
+            for life in self.lives:
                 async with running(life, model, folder) as server:
                     mix = Mix(life, server, alone, cases, saved, draw, self.record)
                     try:
-                        await mix.run(seconds / len(lives))
-                        counted = await server.view("vmstat")
-                        mix.happened += Counter({f"server's {name}": counted[name] for name in COUNTED})
+                        await mix.run(seconds / len(self.lives), lambda life=life, mix=mix: self._lacking(life, mix))
                         await server.end()
                     finally:
                         self.happened += mix.happened
                         self.apart = max(self.apart, mix.apart)
+
+    def _lacking(self, life: Life, mix: Mix) -> list[str]:
+        """What must happen and has not; only the last life goes on for it."""
+        is_last = life is self.lives[-1]
+        return [name for name in self.wanted if not self.happened[name] + mix.happened[name]] if is_last else []
 
     def write(self, path: Path, **facts: Any) -> None:
         """As JSON: facts, counts, and every so many samples."""

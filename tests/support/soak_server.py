@@ -124,7 +124,8 @@ class SoakServer:
         self._deaths += 1
         self._is_killing = True
         os.kill(pid, signal.SIGKILL)
-        await self._until(lambda: _has_ended(pid))
+        # A zombie may have threads that still hold its sockets: only what has been waited for is gone for good.
+        await self._until(lambda: not Path(f"/proc/{pid}").exists())
         self._is_killing = False
         await self._until(lambda: self.process.listening() == of)
 
@@ -153,14 +154,6 @@ class SoakServer:
         killed = -signal.SIGKILL
         errors = [each for each in self.process.log() if each["level"] in ("error", "critical")]
         assert all(each.get("code") == killed for each in errors), errors
-
-
-def _has_ended(pid: int) -> bool:
-    """Gone, or a zombie: its sockets are closed. (Its command line is empty some time before.)"""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def _resident_bytes(pid: int) -> int:
