@@ -69,7 +69,7 @@ def view(name: str) -> Handler:
 
     async def show(request: web.Request) -> web.StreamResponse:
         body = await look(request, name, query_of(request, VIEWS[name]))
-        if not wants_text(request) or name not in admin_text.RENDERERS:
+        if not wants_text(request):
             return encoded_answer(_with_text(request, name, body))
         facts = msgspec.json.decode(body)
         headers = {"X-Step": str(facts["step"]), "X-Ts": str(facts["ts"])}

@@ -17,6 +17,15 @@ def by_name(facts: Facts) -> str:
     return "".join(f"{name} {value}\n" for name, value in _own(facts).items())
 
 
+def by_path(facts: Facts, path: str = "") -> str:
+    """The same where facts stand within others: `frames.free 12`."""
+    lines = []
+    for name, value in _own(facts).items():
+        within = isinstance(value, Mapping)
+        lines.append(by_path(value, f"{path}{name}.") if within else f"{path}{name} {value}\n")
+    return "".join(lines)
+
+
 def _own(facts: Facts) -> dict[str, Any]:
     """Without the head that every answer has."""
     return {name: value for name, value in facts.items() if name not in ("ts", "step", "uptime_s")}
@@ -322,6 +331,7 @@ RENDERERS: dict[str, Callable[[Facts], str]] = {
     "misses": misses,
     "trace": trace,
     "steps": steps,
+    "pulse": by_path,
     "config": config,
     "threads": threads,
     "stacks": stacks,

@@ -8,8 +8,10 @@ whole answers agree. White space next to a mark belongs to the mark. Nothing els
 is content.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 
 class Content(NamedTuple):
@@ -220,3 +222,19 @@ def content_of(parts: tuple[Part, ...]) -> str:
     if len(parts) == 1:
         return parts[0].text if isinstance(parts[0], Content) else ""
     return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The same with fewer parts: neighbours of one kind, and of one call, are one."""
+    whole: list[Part] = []
+    for (kind, call), group in groupby(parts, _kind_of):
+        if kind is CallStart:
+            whole += group
+        else:
+            text = "".join(part.text for part in group if not isinstance(part, CallStart))
+            whole.append(CallArguments(call, text) if kind is CallArguments else kind(text))
+    return tuple(whole)
+
+
+def _kind_of(part: Part) -> tuple[type[Any], int]:
+    return type(part), part.call if isinstance(part, CallStart | CallArguments) else 0

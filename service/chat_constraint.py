@@ -11,7 +11,7 @@ import msgspec
 
 from service.answer_grammar import CallableTool, calls_only, calls_or_structured, text_and_calls, thoughtful
 from service.answer_parts import Reading
-from service.constraint import Constraint, checked, constraint_of
+from service.constraint import MAX_CONSTRAINT_BYTES, Constraint, checked, constraint_of
 from service.errors import BadRequest
 from service.json_schemas import SchemaRefused, check_schema
 from service.schema import ChatBody
@@ -20,6 +20,12 @@ from service.tools import Tool
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def schema_bytes(body: ChatBody) -> int:
+    """Of the schemas that calls are held to, as JSON: `chat_constraint` takes time in proportion."""
+    held = (tool.function.parameters for tool in body.offered_tools if _is_held(body, tool))
+    return sum(len(msgspec.json.encode(schema)) for schema in held if schema is not None)
 
 
 def chat_constraint(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -> tuple[Constraint, str] | None:
@@ -53,10 +59,18 @@ def _check_alone(asked: tuple[Constraint, str] | None, other: str) -> None:
 
 
 def _tools(body: ChatBody) -> list[CallableTool]:
-    """Those that may be called. Schemas count where a call must come, and of strict tools. Raises BadRequest."""
+    """Those that may be called. Raises BadRequest."""
+    if (size := schema_bytes(body)) > MAX_CONSTRAINT_BYTES:  # before anything looks into them
+        message = f"The parameters of tools may have at most {MAX_CONSTRAINT_BYTES} bytes together, got {size}."
+        raise BadRequest(message, param="tools")
     names = body.callable_names
     tools = [tool for tool in body.offered_tools if tool.function.name in names]
-    return [_tool(tool, is_held=body.must_call or bool(tool.function.strict)) for tool in tools]
+    return [_tool(tool, is_held=_is_held(body, tool)) for tool in tools]
+
+
+def _is_held(body: ChatBody, tool: Tool) -> bool:
+    """Schemas count where a call must come, and of strict tools."""
+    return body.must_call or bool(tool.function.strict)
 
 
 def _tool(tool: Tool, *, is_held: bool) -> CallableTool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from service.answer_parts import Content, Part, content_of
+from service.answer_parts import Content, Part, content_of, joined
 from service.byte_detokenizer import IncrementalDecoder
 from service.engine_client import Ended, Scores
 from service.errors import Aborted, BadRequest, InternalError, QueueFull
@@ -33,6 +33,9 @@ from service.token_stream import TokenStream
 MERGE_ABOVE = 16
 """More tokens than this that wait for a slow reader become one event; a reader that keeps up gets one event a token
 (or, with --stream-interval, for all that have come together)."""
+
+PIECE_DELTAS = 256
+"""Deltas that a whole answer gathers before they become one."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -281,8 +284,26 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     scored = tuple(entry for delta in deltas for entry in delta.scored)
     parts: tuple[Part, ...] = ()
     if any(delta.parts for delta in deltas):  # behind the reasoning there may be plain text
-        parts = tuple(part for delta in deltas for part in delta.all_parts)
+        parts = joined(part for delta in deltas for part in delta.all_parts)
     return Delta(text, token_ids, deltas[-1].finish_reason, deltas[-1].stop_reason, scored, parts)
+
+
+class Said:
+    """All that a choice has said, kept in few pieces: a Delta for each token takes hundreds of bytes."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Delta] = []
+        self._latest: list[Delta] = []
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        self._latest += deltas
+        if len(self._latest) >= PIECE_DELTAS:
+            self._pieces.append(merged(self._latest))
+            self._latest = []
+
+    def whole(self) -> Delta:
+        """As one; there must be something."""
+        return merged([*self._pieces, *self._latest])
 
 
 def _check_end(ended: Ended) -> None:

@@ -14,13 +14,13 @@ from aiohttp import web
 
 from service.answers import ChatForm, CompletionForm, Form, Wishes, running_usage
 from service.body import read_body
-from service.chat_constraint import chat_constraint
-from service.choice import Choice, Delta, merged
+from service.chat_constraint import chat_constraint, schema_bytes
+from service.choice import Choice, Delta, Said
 from service.constraint import Constraint, constraint_of
 from service.errors import BadRequest, InternalError, PagewalkError, told_as
 from service.front_end import FRONT_END, FrontEnd
 from service.generation import COMPLETION_DEFAULT_TOKENS, Generation
-from service.grammars import GrammarRefused
+from service.grammars import SMALL_BYTES, GrammarRefused
 from service.json_answers import encoded_answer
 from service.logprobs import Spelling
 from service.middleware import CALLER, CLIENT_LEFT, ID, NUMBERS
@@ -145,7 +145,8 @@ async def deliver(request: web.Request, body: GenerationBody, generation: Genera
 async def checked_constraint(body: GenerationBody, prompts: list[Prompt], model: ServedModel) -> Constraint | None:
     """What the output must be, once it is known that it can be. Raises BadRequest, QueueFull."""
     if isinstance(body, ChatBody):
-        asked = chat_constraint(body, prompts[0].reading, model.tokenizer)
+        ask = partial(chat_constraint, body, prompts[0].reading, model.tokenizer)
+        asked = ask() if schema_bytes(body) <= SMALL_BYTES else await asyncio.to_thread(ask)
     else:
         asked = constraint_of(body.response_format, body.structured_outputs)
     if asked is None:
@@ -159,16 +160,17 @@ async def checked_constraint(body: GenerationBody, prompts: list[Prompt], model:
 
 
 async def _answer_whole(generation: Generation, form: Form) -> web.Response:
-    said: list[list[Delta]] = [[] for _ in generation.choices]
+    said = [Said() for _ in generation.choices]
 
     def collect(ready: list[TokenStream]) -> bool:
         for choice, deltas in generation.read(ready):
-            said[choice.index] += deltas
+            said[choice.index].add(deltas)
         return not generation.is_over
 
     await generation.inbox.read_with(collect)
-    write = partial(form.whole, generation, [merged(deltas) for deltas in said])
-    scores = sum(len(delta.scored) for deltas in said for delta in deltas)
+    whole = [each.whole() for each in said]
+    write = partial(form.whole, generation, whole)
+    scores = sum(len(delta.scored) for delta in whole)
     scores += sum(len(choice.prompt.scores) for choice in generation.choices)
     body = await asyncio.to_thread(write) if scores > OFF_LOOP_SCORES else write()
     return encoded_answer(body)

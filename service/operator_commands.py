@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
@@ -48,19 +49,19 @@ class AdminClient:
 
     def facts(self, view: str, **query: Any) -> dict[str, Any]:
         """A view. Raises Unreachable."""
-        with self._open(view, query, ANSWER_S) as response:
+        with self._open(view, query, ANSWER_S) as response, self._reading():
             found: dict[str, Any] = json.load(response)
             return found
 
     def text(self, view: str, **query: Any) -> str:
         """A view as text. Raises Unreachable."""
-        with self._open(f"{view}.txt", query, ANSWER_S) as response:
+        with self._open(f"{view}.txt", query, ANSWER_S) as response, self._reading():
             found: str = response.read().decode()
             return found
 
     def events(self, view: str, **query: Any) -> Iterator[dict[str, Any]]:
         """The events of a stream, until the server ends it. Raises Unreachable."""
-        with self._open(f"{view}/stream", query, None) as response:
+        with self._open(f"{view}/stream", query, None) as response, self._reading():
             for line in response:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
@@ -69,13 +70,21 @@ class AdminClient:
         """An action. Raises Unreachable."""
         headers = self._headers | {"Content-Type": "application/json"}
         request = Request(self._base + action, json.dumps(body).encode(), headers)
-        with self._send(request, ANSWER_S) as response:
+        with self._send(request, ANSWER_S) as response, self._reading():
             found: dict[str, Any] = json.load(response)
             return found
 
     def _open(self, path: str, query: Mapping[str, Any], timeout_s: float | None) -> http.client.HTTPResponse:
         given = urlencode({name: value for name, value in query.items() if value is not None})
         return self._send(Request(f"{self._base}{path}{'?' if given else ''}{given}", headers=self._headers), timeout_s)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """While an answer is read: one that breaks off, or is no JSON, is Unreachable."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unreachable(f"{self._base} broke off its answer: {error}") from None
 
     def _send(self, request: Request, timeout_s: float | None) -> http.client.HTTPResponse:
         try:

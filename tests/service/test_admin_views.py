@@ -129,9 +129,16 @@ async def test_every_view_has_a_head_and_its_text_the_same_facts() -> None:
     for view in admin.VIEWS:
         facts = look(house, view, subjects.get(view.split("/")[0], "") if "{of}" in view else "")
         assert list(facts)[:3] == ["ts", "step", "uptime_s"]
-        if view != "pulse":
-            text = RENDERERS[view](facts)
-            assert text.endswith("\n") or text == ""
+        text = RENDERERS[view](facts)
+        assert text.endswith("\n") or text == ""
+
+
+async def test_a_pulse_has_a_line_for_each_fact() -> None:
+    house = await under_load(2)
+    facts, lines = look(house, "pulse"), text(house, "pulse")
+    assert f"frames.free {facts['frames']['free']}" in lines
+    assert f"pressure.memory.some.total_us {facts['pressure']['memory']['some']['total_us']}" in lines
+    assert all(re.fullmatch(r"[a-z_.0-9]+ [0-9.e+-]+", line) for line in lines)
 
 
 # ---------------------------------------------------------------- texts, read as the kernel's own would be

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service.answer_parts import THINKING_MARKS, Reading, Reasoning
+from service.answer_parts import THINKING_MARKS, CallArguments, CallStart, Content, Reading, Reasoning, joined
 from service.chat_deltas import part_deltas
-from service.choice import MERGE_ABOVE, Choice, Delta, TextRules, merged
+from service.choice import MERGE_ABOVE, PIECE_DELTAS, Choice, Delta, Said, TextRules, merged
 from service.engine_client import Ended, Scores
 from service.prompts import Prompt
 from service.stop_strings import StopMatcher
@@ -104,6 +104,27 @@ def test_many_waiting_tokens_become_one_delta_with_everything() -> None:
     stream.end(Ended(1, "length"))
     text = tiny_tokenizer().decode(tokens, skip_special_tokens=True)
     assert choice.read() == [Delta(text, tokens, "length", None)]
+
+
+def test_what_a_whole_answer_gathers_is_kept_in_few_pieces() -> None:
+    """Of each kind of part one, however many tokens brought it."""
+    said = Said()
+    for i in range(3 * PIECE_DELTAS + 5):
+        kind = Reasoning if i < PIECE_DELTAS + 9 else Content
+        said.add([Delta("c" if kind is Content else "", [i], parts=(kind("c"),))])
+    assert len(said._pieces) + len(said._latest) == 3 + 5
+    whole = said.whole()
+    assert whole.token_ids == list(range(3 * PIECE_DELTAS + 5))
+    assert whole.parts == (Reasoning("c" * (PIECE_DELTAS + 9)), Content("c" * (2 * PIECE_DELTAS - 4)))
+    assert whole.text == whole.parts[1].text
+
+
+def test_joined_parts_keep_calls_apart() -> None:
+    calls = [CallStart(0, "a", "f"), CallArguments(0, "{"), CallArguments(0, "}"), CallStart(1, "b", "f")]
+    rest = [CallArguments(1, "{"), CallArguments(1, "}"), Content("x"), Content("y")]
+    assert joined([*calls, *rest]) == (
+        CallStart(0, "a", "f"), CallArguments(0, "{}"), CallStart(1, "b", "f"), CallArguments(1, "{}"), Content("xy"),
+    )  # fmt: skip
 
 
 def test_an_end_without_a_token_still_ends() -> None:

@@ -41,9 +41,8 @@ async def test_every_view_as_json_and_as_text(house: RealHouse) -> None:
         status, kind, facts = await get(house, path)
         assert (status, kind) == (200, "application/json"), name
         assert list(facts)[:3] == ["ts", "step", "uptime_s"]
-        if name != "pulse":
-            assert (await get(house, path + ".txt"))[:2] == (200, "text/plain"), name
-            assert (await get(house, path, Accept="text/plain"))[:2] == (200, "text/plain"), name
+        assert (await get(house, path + ".txt"))[:2] == (200, "text/plain"), name
+        assert (await get(house, path, Accept="text/plain"))[:2] == (200, "text/plain"), name
     assert (await get(house, "tenants/default/memory.max"))[2] == "max\n"
     assert (await get(house, "tenants/default/memory.lunch"))[0] == 404
     assert (await get(house, "frames/0"))[2]["frame"] == 0

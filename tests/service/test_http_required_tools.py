@@ -1,6 +1,7 @@
 """Calls that must come, and strict tools: which grammar the engine is given, and what is refused."""
 
 import json
+import threading
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from tiny_tokenizer import END
 from tool_chats import CLOCK, FORMATS, NOON, ROME, TOOLS, WEATHER, call_text, model_that, tool_tokenizer
 
 from service.call_readers import CallFormat
+from service.chat_constraint import chat_constraint
 from service.engine_client import Submit
 from service.lark import prepared_lark
 from service.tokenization import Tokenizer
@@ -204,3 +206,34 @@ async def test_calls_that_must_come_in_other_forms(start: Start) -> None:
         assert not admits(submitted(server), tokenizer, "the")
     assert msgspec.json.decode(msgspec.json.encode(submitted(server)), type=Submit) == submitted(server)
     assert json.loads(answer.body)["stop_reason"] == "tool_use"
+
+
+def with_schema_of(size: int) -> dict[str, Any]:
+    """A strict tool whose schema has about so many bytes."""
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(size // 10)}}
+    return {"type": "function", "function": {"name": "wide", "parameters": schema, "strict": True}}
+
+
+async def test_large_schemas_are_read_off_the_event_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    server = await model_that(start, "The fox.", "hermes", context=60_000)
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return chat_constraint(*given)
+
+    monkeypatch.setattr("service.completions.chat_constraint", noted)
+    for size in (1_000, 20_000):
+        assert (await server.chat(tools=[with_schema_of(size)], max_tokens=5)).status == 200
+    small, large = threads
+    assert small == threading.get_ident() != large
+
+
+async def test_schemas_that_are_too_large_are_not_even_looked_into(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await model_that(start, "The fox.", "hermes", context=1_000_000)
+    monkeypatch.setattr("service.chat_constraint.check_schema", lambda schema: pytest.fail("it was looked into"))
+    answer = await server.chat(tools=[with_schema_of(140_000)], max_tokens=5)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
+    assert "131072 bytes" in answer.json["error"]["message"]

@@ -5,8 +5,10 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -98,6 +100,37 @@ async def test_failures_are_one_line(house: RealHouse, capsys: Captured, monkeyp
         assert re.fullmatch(r"pagewalk: error: .+\n", err), arguments
     monkeypatch.delenv("PAGEWALK_ADMIN_API_KEY")
     assert (await said(capsys, "ps"))[0] == 1
+
+
+SHORT = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
+BROKEN_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: {\n\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (("ps",), SHORT),
+        (("ps", "--json"), SHORT),
+        (("top", "--once"), BROKEN_CHUNK),
+        (("trace", "--follow"), BROKEN_CHUNK),
+    ],
+)
+def test_an_answer_that_breaks_off_is_one_line(arguments: tuple[str, ...], answer: bytes, capsys: Captured) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(65536)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        code = main([*arguments, "--url", f"http://127.0.0.1:{server.getsockname()[1]}"])
+        thread.join()
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"pagewalk: error: .+ broke off its answer: .+\n", err)
 
 
 def test_what_does_not_balance_is_told_by_the_exit_code(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,12 +79,14 @@ def writes(text: str, call_format: CallFormat | None = "hermes", thinks: Any = "
     return lambda submit: [*tokenizer.encode(text, add_special_tokens=False), END]
 
 
-async def model_that(start: Start, text: str, call_format: CallFormat | None = "hermes", thinks: Any = "no") -> Server:
+async def model_that(
+    start: Start, text: str, call_format: CallFormat | None = "hermes", thinks: Any = "no", context: int = 2000
+) -> Server:
     tokenizer = tool_tokenizer(call_format, thinks)
     return await start(
         model={"tokenizer": tokenizer},
         engine={"script": writes(text, call_format, thinks)},
-        limits={"vocabulary": tokenizer.vocabulary, "max_model_len": 2000, "max_request_tokens": 2000},
+        limits={"vocabulary": tokenizer.vocabulary, "max_model_len": context, "max_request_tokens": context},
     )
 
 
