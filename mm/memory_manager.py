@@ -478,9 +478,13 @@ class MemoryManager:
         """Every copy of this swap order has been made."""
         self.swapper.complete(ticket)
 
-    def fail(self, ticket: int) -> None:
-        """A copy of this swap order could not be made: none counts, nothing is lost, its frames were not freed."""
-        self.swapper.fail(ticket)
+    def fail(self, ticket: int) -> list[int]:
+        """A copy of this swap order could not be made: none counts, nothing is lost but pages that were cached in swap
+        alone, its frames were not freed. For a while nothing is copied out.
+
+        Returns the rows whose pages should have come in by it. It can be ordered again, or they can be released.
+        """
+        return self.swapper.fail(ticket, self.now)
 
     # --- copies of somebody else's (mm/holds.py)
 

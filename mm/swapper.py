@@ -3,7 +3,8 @@
     swap_out    the pages that only the given rows map, and idle cached pages; entries change when the copy is complete
     swap_in     the pages of one row that are in swap, and cached pages that somebody will want
     complete    page table entries change, frames become free, pages come back
-    fail        everything is as before the order: a page table entry never names a place that the page is not in
+    fail        everything is as before the order: a page table entry never names a place that the page is not in. What
+                was cached in swap alone and could not be read is cached no more
 
 A row with pages in swap or in a copy is *barred*: it must not run (`PageTables.barred` counts those pages). Whatever
 may happen to it meanwhile (release, truncate, fork) is safe: an entry is changed only if it still says what it said.
@@ -13,6 +14,10 @@ may happen to it meanwhile (release, truncate, fork) is safe: an entry is change
     entry says slot s, s has a twin  entry := the twin at once (a minor fault)
     entry says slot s                copy s to a new frame; complete: entry := frame; a full page stays clean
     entry says slot s, s is coming   join the copy that another row has ordered
+
+After a copy that failed nothing is copied out for a second, after the next one for two, and so on up to a minute; one
+that succeeds ends that. Meanwhile victims are computed again, and dirty cached pages dropped: what a copy of them may be
+worth is not known, and each try has cost its Sequence time.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +32,10 @@ from mm.page_copies import SwapOrders
 from mm.page_table import PageTables
 from mm.reclaim import Reclaimer
 from mm.residency import Residency
+
+
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+"""How long nothing is copied out after a copy that failed: it doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class Swapper:
         self.in_flight: dict[int, Transfer] = {}
         self.arriving_frames = 0  # frames that swap-outs in flight will free
         self.swapped_out = self.swapped_in = self.failed = 0  # pages since the start
+        self._rest_s, self._rests_until_s = 0.0, -np.inf  # after copies that failed
         self._coming: dict[int, Transfer] = {}  # slot -> the transfer that brings it in
         self._last_ticket = 0
         self._tables = tables
@@ -82,6 +92,11 @@ class Swapper:
 
     # --- slots
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing dirty is copied out now, since a copy has failed."""
+        return self._residency.recorder.now < self._rests_until_s
+
     def obtainable_slots(self, tenant: int, clean: int = 0) -> int:
         """Slots that dirty pages of a Sequence of `tenant` could get now, while `clean` clean ones keep theirs.
 
@@ -91,7 +106,7 @@ class Swapper:
         takeable = swap.free_slots + swap.clean.sizes[0] + self._swapped_pages() - clean
         bound = swap.bounds.sequences - swap.sequence_slots - swap.promised_slots - clean
         own = tenants.limits[tenant].swap_max - int(tenants.swap_usage[tenant])
-        return min(takeable, bound, max(0, own))
+        return min(takeable, bound, 0 if self.rests else max(0, own))
 
     def _swapped_pages(self) -> int:
         lru = self._residency.lru
@@ -125,6 +140,8 @@ class Swapper:
     def _slot_for_cache(self, tenant: int, now: float) -> int:
         """A pinned slot for a cached page, within the bounds of the cache and of `tenant`; or ABSENT."""
         swap, tenants = self._swap, self._residency.tenants
+        if self.rests:
+            return ABSENT
         if tenants.swap_usage[tenant] >= tenants.limits[tenant].swap_max or swap.bounds.cache < 1:
             return ABSENT
         if swap.cache_slots >= swap.bounds.cache or not swap.free_slots:
@@ -316,6 +333,7 @@ class Swapper:
     def complete(self, ticket: int) -> None:
         """Every copy of the order has been made."""
         transfer = self.in_flight.pop(ticket)
+        self._rest_s, self._rests_until_s = 0.0, -np.inf
         if len(transfer.orders.out_frames):
             self._complete_out(transfer)
         if len(transfer.orders.in_frames):
@@ -390,11 +408,15 @@ class Swapper:
             del self._coming[slot]
             self._swap.pins[slot] -= 1
 
-    def fail(self, ticket: int) -> None:
-        """Not every copy of the order could be made: none counts, and nothing has moved."""
+    def fail(self, ticket: int, now: float) -> list[int]:
+        """Not every copy of the order could be made: none counts, and nothing has moved. Returns the rows that waited for
+        pages that it should have brought in.
+        """
         transfer = self.in_flight.pop(ticket)
         orders, residency = transfer.orders, self._residency
         self.failed += len(orders)
+        self._rest_s = min(LONGEST_REST_S, max(FIRST_REST_S, 2 * self._rest_s))
+        self._rests_until_s = now + self._rest_s
         for frame in self._end_out(transfer).tolist():
             residency.settle_frame(frame, coldest=True)
         if (leaving := transfer.leaving) is not None:
@@ -405,4 +427,9 @@ class Swapper:
             residency.settle_frame(frame)
         for slot in (*orders.out_slots.tolist(), *orders.in_slots.tolist()):
             residency.settle_slot(slot)
+        for slot in orders.in_slots.tolist():
+            if (entry := self._swap.entry[slot]) != ABSENT and self._cache.frame[entry] == ABSENT:
+                residency.evict(entry, now, "swap failure")
         self._record(EventKind.FAIL, ABSENT, orders)
+        waiting = {each.row for each in transfer.waiting if self._tables.epochs[each.row] == each.epoch}
+        return sorted(waiting)

@@ -207,6 +207,8 @@ class Engine:
             pages, begun = self._moving.pop(number)
             if succeeded:
                 self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
+            else:
+                log.warning("a swap copy has failed: its pages stay, or are computed again", pages=pages)
             self.scheduler.swap_ended(number, succeeded=succeeded)
         started = self._clock()
         plan = self.scheduler.schedule(started)

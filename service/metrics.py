@@ -253,6 +253,7 @@ class Metrics(Collector):
             "cow": counters.cow_fault,
             "swap_in": counters.swap_in,
             "swap_out": counters.swap_out,
+            "swap_failed": counters.swap_failed,
         }
         for kind, count in kinds.items():
             events.add_metric([kind], count)

@@ -316,12 +316,14 @@ class Scheduler:
         return [order for order in orders if len(order)]
 
     def swap_ended(self, ticket: int, *, succeeded: bool) -> None:
-        """A swap order has been carried out, or could not be: nothing is lost by that, but no more is swapped out."""
+        """A swap order has been carried out, or could not be: then whose pages did not come computes them again."""
         if succeeded:
             self.memory.complete(ticket)
-        else:
-            self.memory.fail(ticket)
-            self._victims.swaps_work = False
+            return
+        for row in self.memory.fail(ticket):
+            sequence = self._rows.sequences[row]
+            if sequence is not None and sequence.state in (State.SWAPPED, State.PAUSED):
+                self.sequences.recompute(sequence)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. Every plan must be submitted, and committed in order."""

@@ -16,7 +16,6 @@ class Victims:
     """Preempts Sequences for older ones."""
 
     def __init__(self, memory: MemoryManager, sequences: Sequences) -> None:
-        self.swaps_work = memory.swap.total > 0  # False once a swap order has failed
         self._memory = memory
         self._sequences = sequences
         self._rows = sequences.rows
@@ -70,7 +69,7 @@ class Victims:
                 self._sequences.recompute(sequence)
             return
         victims = self._with_beams([self._rows.at(row) for row in victim.rows.tolist()])
-        if victim.action is not Action.SWAP or not self.swaps_work or not self._sequences.swap_out(victims):
+        if victim.action is not Action.SWAP or not self._sequences.swap_out(victims):
             for sequence in victims:
                 self._sequences.recompute(sequence)
 

@@ -487,17 +487,61 @@ def test_slow_copies_hold_up_their_own_sequence_only() -> None:
         assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
 
 
-def test_a_swap_that_fails_loses_nothing_and_is_not_tried_again() -> None:
+def test_swaps_that_all_fail_lose_nothing_and_are_tried_ever_less() -> None:
     driver = make(frames=12, page_size=4, rows=4, slots=40)
-    driver.executor.end_swaps = lambda ticket: False
-    for salt in range(3):
+    tried: list[float] = []
+    driver.executor.end_swaps = lambda ticket: bool(tried.append(driver.now))
+    for salt in range(12):
         driver.submit(prompt_of(6, salt), 30)
     driver.run()
     counters = driver.scheduler.memory.counters()
     assert counters.swap_out == 0
     assert counters.swap_failed > 0
-    for salt in range(3):
+    assert len(tried) > 2
+    rests = np.diff(tried)
+    assert all(rest >= least for rest, least in zip(rests, (1, 2, 4, 8, 16, 32, 60, 60), strict=False))
+    for salt in range(12):
         assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+def test_one_swap_that_fails_does_not_end_swapping() -> None:
+    """Its victim is computed again; later ones are copied."""
+    driver = make(frames=12, page_size=4, rows=4, slots=40)
+    ended: list[int] = []
+
+    def end(ticket: int) -> bool:
+        ended.append(ticket)
+        return len(ended) > 1
+
+    driver.executor.end_swaps = end
+    for salt in range(6):
+        driver.submit(prompt_of(6, salt), 30)
+    driver.run()
+    counters = driver.scheduler.memory.counters()
+    assert counters.swap_failed > 0
+    assert counters.swap_out > 0
+    assert counters.swap_in > 0
+    for salt in range(6):
+        assert driver.output[salt] == expected_output(prompt_of(6, salt), 30)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_pages_that_never_come_back_from_swap_are_computed_again(*, cached: bool) -> None:
+    """Whoever waits for them gets on, also where they are found in the page cache."""
+    driver = make(frames=12, page_size=4, rows=4, slots=40)
+    mover = driver.executor.mover
+    driver.executor.end_swaps = lambda ticket: not len(mover.in_flight[ticket].in_slots)
+    for _ in range(3 if cached else 1):
+        first = len(driver.output)
+        for salt in range(4):
+            driver.submit(prompt_of(6, salt), 30)
+        driver.run()
+        for salt in range(4):
+            assert driver.output[first + salt] == expected_output(prompt_of(6, salt), 30)
+    counters = driver.scheduler.memory.counters()
+    assert counters.swap_out > 0
+    assert counters.swap_in == 0
+    assert counters.swap_failed > 0
 
 
 def test_a_full_swap_area_falls_back_to_recomputation() -> None:
