@@ -48,13 +48,30 @@ class Reclaimer:
     """Allocates frames, reclaiming idle cached pages where the free ones do not suffice."""
 
     def __init__(self, residency: Residency, watermarks: Watermarks) -> None:
-        self.watermarks = watermarks
         self.is_reclaiming = False  # in the background: from under low until over high
         self.direct = self.background = self.scanned = 0  # pages since the start
         self._residency = residency
         self._frames = residency.frames
         self._lru = residency.lru
         self._tenants = residency.tenants
+        self.watermarks = watermarks
+
+    @property
+    def watermarks(self) -> Watermarks:
+        return self._watermarks
+
+    @watermarks.setter
+    def watermarks(self, marks: Watermarks) -> None:
+        self._watermarks = marks
+        self._set = marks, self._frames.usable
+
+    def rescale(self) -> None:
+        """The pool has another size: the watermarks are the same shares of it as those that were set, of what it had
+        then.
+        """
+        marks, frames = self._set
+        scaled = (mark * self._frames.usable // frames for mark in (marks.min, marks.low, marks.high))
+        self._watermarks = Watermarks(*scaled)
 
     # --- asking
 

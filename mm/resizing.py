@@ -11,7 +11,7 @@ Sequence is the caller's: it preempts those (`Beyond.rows`), who come back to ot
 stands in the way.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,9 +63,7 @@ def resize(memory: "MemoryManager", frames: int, slots: int) -> None:
     if slots != memory.swap.usable:
         memory.swap.resize(slots)
     memory.ledger.total_frames = frames
-    marks = memory.reclaimer.watermarks
-    scaled = {name: getattr(marks, name) * frames // before for name in ("min", "low", "high")}
-    memory.reclaimer.watermarks = replace(marks, **scaled)
+    memory.reclaimer.rescale()
     memory.pins.quota, memory.pins.limit = PrefixPins.shares_of(frames)
 
 

@@ -16,8 +16,8 @@ may happen to it meanwhile (release, truncate, fork) is safe: an entry is change
     entry says slot s, s is coming   join the copy that another row has ordered
 
 After a copy that failed nothing is copied out for a second, after the next one for two, and so on up to a minute; one
-that succeeds ends that. Meanwhile victims are computed again, and dirty cached pages dropped: what a copy of them may be
-worth is not known, and each try has cost its Sequence time.
+that succeeds ends that. Meanwhile victims are computed again, and dirty cached pages dropped: each try costs its
+Sequence time.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ from mm.page_copies import SwapOrders
 from mm.page_table import PageTables
 from mm.reclaim import Reclaimer
 from mm.residency import Residency
-
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 """How long nothing is copied out after a copy that failed: it doubles."""
@@ -409,8 +408,8 @@ class Swapper:
             self._swap.pins[slot] -= 1
 
     def fail(self, ticket: int, now: float) -> list[int]:
-        """Not every copy of the order could be made: none counts, and nothing has moved. Returns the rows that waited for
-        pages that it should have brought in.
+        """Not every copy of the order could be made: none counts, and nothing has moved. Returns the rows that waited
+        for pages that it should have brought in.
         """
         transfer = self.in_flight.pop(ticket)
         orders, residency = transfer.orders, self._residency

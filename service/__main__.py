@@ -36,6 +36,7 @@ from service.loading import EXIT_FAULT, Failure, check
 from service.openapi import document
 from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
 from service.operator_commands import main as run_operator_command
+from service.process import UnjoinedThreads
 from service.server import Server
 from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
@@ -89,6 +90,7 @@ def run(arguments: list[str]) -> int:
 
 def _run_in_loop(command: str, settings: Settings, origins: Mapping[str, Origin]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_default_executor(UnjoinedThreads())
         if command == "check":
             print(runner.run(check(settings)))
             return EXIT_OK

@@ -37,7 +37,7 @@ LONGEST_FRAME = 1 << 28
 """Bytes. Longer ones are no frames: the longest prompt, of a million ids, takes 5 MB."""
 
 ANSWER_S = 10.0
-"""How long a question may wait for its answer."""
+"""How long a question may wait for its answer; one that takes long: how often it is seen whether the engine lives."""
 
 # ---------------------------------------------------------------- from the engine's process
 
@@ -299,12 +299,15 @@ class EngineLink:
         self._asked[number] = question.answer_type(), future
         self._send(Ask(number, question))  # type: ignore[arg-type]
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await future
-        except TimeoutError:
-            raise ServiceUnavailable("The engine does not answer.") from None
+            while True:
+                await asyncio.wait([future], timeout=ANSWER_S)
+                if future.done():
+                    return future.result()
+                if not (question.takes_long and self.is_alive):
+                    raise ServiceUnavailable("The engine does not answer.")
         finally:
             self._asked.pop(number, None)
+            future.cancel()
 
     # --- what has come
 

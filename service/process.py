@@ -2,7 +2,9 @@
 
 import gc
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 SPARE_FILES = 512
 """Open files beside those of requests that generate: listening sockets (32 an address, 128 where `localhost` is two),
@@ -22,6 +24,15 @@ def allow_many_sockets() -> int | None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return None if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
+
+
+class UnjoinedThreads(ThreadPoolExecutor):
+    """The threads of an event loop, whose end does not wait for what they do: a write to a disk that hangs, a long text
+    to encode. The process ends by `os._exit` then.
+    """
+
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 COLLECT_AFTER = 50_000

@@ -12,7 +12,7 @@ a question that begins Sequences can carry their ids, whose sinks the front end 
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,9 @@ A = TypeVar("A")
 
 class Question(msgspec.Struct, Generic[A], frozen=True):
     """Something to ask, with an answer of type A."""
+
+    takes_long: ClassVar[bool] = False
+    """Whether it may take any time while the engine's process shows signs of life. Others are given up soon."""
 
     @classmethod
     def answer_type(cls) -> Any:
@@ -135,6 +138,8 @@ class Fork(Question[Forked], frozen=True, tag="fork"):
 class SaveCheckpoint(Question[bytes], frozen=True, tag="save_checkpoint"):
     """Write a Sequence to a file while it goes on (checkpoints.py): the JSON that an action answers. May be refused."""
 
+    takes_long: ClassVar[bool] = True  # as its pages and the disk are
+
     of: str
     path: str
     by: str
@@ -157,6 +162,8 @@ class Restore(Question[Restored], frozen=True, tag="restore"):
 
     Refused with NotFound, BadRequest, PermissionDenied or QueueFull.
     """
+
+    takes_long: ClassVar[bool] = True
 
     path: str
     sequence_id: int

@@ -102,12 +102,14 @@ async def test_a_handler_that_finds_no_memory_fails_alone(house: RealHouse, monk
 
 @pytest.mark.parametrize("fails", ["every copy", "the third copy", "all memory"])
 async def test_swap_that_fails_is_seen_by_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    """Copies that fail, or an area for which there is no memory: who was to be swapped is computed again, and no more
-    is swapped out."""
+    """Copies that fail, or an area for which there is no memory: who was to be swapped is computed again. After
+    one copy that failed others succeed."""
     async with real_house(monkeypatch, folder, dtype="float32") as roomy:
         alone = [await tokens_of(roomy, prompt, 60) for prompt in PROMPTS]
     frame = frame_bytes(read_config(folder), torch.float32, 16)
     small = {"kv_cache_memory_bytes": 12 * frame, "swap_memory_bytes": 40 * frame, "max_model_len": 128}
+    if fails == "the third copy":
+        monkeypatch.setattr("mm.swapper.FIRST_REST_S", 0.0)  # else it depends on the clock whether others are tried
     if fails == "all memory":
         without = SimpleNamespace(uint8=torch.uint8, empty=lambda *_, **__: no_memory())
         monkeypatch.setattr("mm.backing_store.torch", without)
@@ -125,4 +127,4 @@ async def test_swap_that_fails_is_seen_by_nobody(folder: Path, monkeypatch: pyte
             assert await asyncio.gather(*(tokens_of(house, prompt, 60) for prompt in PROMPTS)) == alone
         assert house.engine.scheduler.preemptions > 0
         assert (memory.counters().swap_failed > 0) == (False in moved) == (fails != "all memory")
-        assert (True in moved) == (fails == "the third copy")
+        assert (True in moved[3:]) == (fails == "the third copy")

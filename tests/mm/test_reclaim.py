@@ -111,5 +111,5 @@ def test_reclaim_looks_at_what_it_takes_and_not_at_the_pool(frames: int) -> None
 
 
 def test_watermarks_must_rise() -> None:
-    with pytest.raises(ValueError, match="0 <= min <= low <= high does not hold"):
+    with pytest.raises(ValueError, match="0 <= min <= low <= high must hold, got min"):
         Watermarks(2, 1, 3)

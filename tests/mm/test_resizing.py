@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from memory_house import House
 
+from mm import Watermarks
+
 
 def test_frames_beyond_the_end_are_neither_free_nor_held() -> None:
     house = House(frames=20)
@@ -52,6 +54,18 @@ def test_marks_and_shares_follow_the_size() -> None:
     assert (after.low, after.high) == (before.low // 2, before.high // 2)
     assert memory.pins.limit == 50
     assert memory.ledger.limit(0) == 200
+
+
+def test_marks_that_a_small_pool_rounds_away_are_back_when_it_has_grown() -> None:
+    memory = House(frames=400).memory
+    before = memory.reclaimer.watermarks
+    for frames in (90, 7, 30, 400):
+        memory.resize(frames, 0)
+    assert memory.reclaimer.watermarks == before
+    memory.resize(10, 0)
+    memory.reclaimer.watermarks = Watermarks(1, 2, 3)
+    memory.resize(100, 0)
+    assert memory.reclaimer.watermarks == Watermarks(10, 20, 30)
 
 
 @pytest.mark.parametrize(("frames", "slots"), [(0, 0), (33, 0), (32, 9), (32, -1)])

@@ -58,6 +58,7 @@ from service.questions import (
     Forked,
     MetricsText,
     RenderMetrics,
+    SaveCheckpoint,
     TakeSnapshot,
 )
 from service.served_model import ModelFacts, TokenizerFiles
@@ -227,6 +228,24 @@ async def test_who_asks_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -
     link = engine_link_of([], Clock())
     with pytest.raises(ServiceUnavailable, match="does not answer"):
         await link.ask(CountGenerating())
+
+
+async def test_a_checkpoint_may_take_as_long_as_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until nothing is heard of it for long."""
+    monkeypatch.setattr(engine_link, "ANSWER_S", 0.001)
+    sent, clock = [], Clock()
+    link = engine_link_of(sent, clock)
+    task = asyncio.create_task(link.ask(SaveCheckpoint("s1", "file", "me")))
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+    assert not task.done()
+    link.answered(Answer(1, msgspec.msgpack.encode(b"{}")))
+    assert await task == b"{}"
+    task = asyncio.create_task(link.ask(SaveCheckpoint("s1", "file", "me")))
+    await asyncio.sleep(0)
+    clock.now += 1000.0
+    with pytest.raises(ServiceUnavailable, match="does not answer"):
+        await task
 
 
 async def test_a_lost_link_answers_all_questions() -> None:
