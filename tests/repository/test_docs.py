@@ -43,6 +43,26 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(place), target
 
 
+def test_flags_and_commands_in_the_text_exist() -> None:
+    """In `code` that begins with one; the commands of blocks are run below."""
+    makefile = (ROOT / "Makefile").read_text()
+    known = {"--max-waiting"}  # the old name of one
+    for action in parser()._subparsers._group_actions:  # type: ignore[union-attr]
+        verbs = set(action.choices or ())
+        for command in dict(action.choices or ()).values():
+            known.update(re.findall(r"--[a-z0-9-]+", command.format_help()))
+    for module in [*(ROOT / "bench").glob("*.py"), *(ROOT / "service").glob("*.py")]:
+        known.update(re.findall(r'"(--[a-z0-9-]+)"', module.read_text()))
+    for page in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*/*.md")]:
+        for span in re.findall(r"`((?:--|pagewalk |make )[^`\n]+)`", page.read_text()):
+            words = span.split()
+            assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, (page, span)
+            if words[0] == "pagewalk":
+                assert words[1] in verbs | {"--version"}, (page, span)
+            elif words[0] == "make":
+                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), (page, span)
+
+
 def test_alerts_name_chapters() -> None:
     alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
     named = re.findall(r"docs/operations\.md#(\S+)", alerts)

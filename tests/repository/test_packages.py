@@ -84,6 +84,12 @@ def test_a_wheel_carries_every_file_of_the_packages() -> None:
         assert any(rest.match(pattern) for each, rest in inside for pattern in data.get(each, ())), name
 
 
+def test_the_changelog_begins_with_this_version() -> None:
+    version = tomllib.loads(_read("pyproject.toml"))["project"]["version"]
+    (newest, *_) = re.findall(r"^## \[([^]]+)\]", _read("CHANGELOG.md"), re.MULTILINE)
+    assert newest == version
+
+
 def test_what_is_not_ours_is_named_with_its_licence() -> None:
     """In NOTICE, which goes with the wheel as every licence does."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
