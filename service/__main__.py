@@ -8,7 +8,7 @@
     bench NAME    measure something (bench/__main__.py)
 
 Exit codes: 0 well; 2 a setting is wrong; 3 the model cannot be loaded; 4 the device or its memory is not enough;
-70 a fault of ours. Everything but the last is one line that says what to do.
+70 a fault of ours; 74 what is printed cannot be written. Everything but 70 is one line that says what to do.
 """
 
 import os
@@ -24,6 +24,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -40,14 +41,21 @@ from service.process import UnjoinedThreads
 from service.server import Server
 from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
 
-EXIT_OK, EXIT_SETTINGS = 0, 2
+EXIT_OK, EXIT_SETTINGS, EXIT_OUTPUT = 0, 2, 74
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    code = run(sys.argv[1:] if arguments is None else list(arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    code = EXIT_OK
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+    except OSError as error:
+        if code == EXIT_OK and arguments[:1] != ["serve"]:  # what a server prints is a hint
+            code = _fail(EXIT_OUTPUT, error)
+    with suppress(OSError):
+        sys.stderr.flush()
     # Not sys.exit: a thread that loads a model, or waits for a step, would be waited for.
     os._exit(code)
 
@@ -69,12 +77,10 @@ def run(arguments: list[str]) -> int:
         return end.code if isinstance(end.code, int) else EXIT_SETTINGS
     try:
         if given.command == "openapi":
-            sys.stdout.write(msgspec.json.format(document(version("pagewalk")), indent=2).decode() + "\n")
-            return EXIT_OK
+            return _printed(msgspec.json.format(document(version("pagewalk")), indent=2).decode() + "\n")
         settings, origins = load_settings(vars(given), os.environ)
         if given.command == "config":
-            sys.stdout.write(to_toml(settings, origins))
-            return EXIT_OK
+            return _printed(to_toml(settings, origins))
         logs.configure(settings.log_level, settings.log_format)
         return _run_in_loop(given.command, settings, origins)
     except (SettingsError, ConfigurationError) as error:
@@ -97,8 +103,18 @@ def _run_in_loop(command: str, settings: Settings, origins: Mapping[str, Origin]
         return runner.run(Server(settings, version("pagewalk"), origins).run())
 
 
+def _printed(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        return _fail(EXIT_OUTPUT, error)
+    return EXIT_OK
+
+
 def _fail(code: int, error: Exception) -> int:
-    print(f"pagewalk: error: {error}", file=sys.stderr)
+    with suppress(OSError):  # the code says it, too
+        print(f"pagewalk: error: {error}", file=sys.stderr)
     return code
 
 

@@ -85,7 +85,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A PagewalkError on its way to where the question was asked."""
+    """A PagewalkError on its way to where the question was asked. kind: its class, or the nearest above it that is in
+    errors.py: others are not known to every process.
+    """
 
     kind: str
     message: str
@@ -94,7 +96,8 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: PagewalkError) -> "Refusal":
-        return cls(type(error).__name__, str(error), error.param, getattr(error, "retry_after_s", None))
+        known = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        return cls(known.__name__, str(error), error.param, getattr(error, "retry_after_s", None))
 
     def error(self) -> PagewalkError:
         kind = getattr(errors, self.kind, InternalError)

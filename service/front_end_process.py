@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -198,7 +199,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_run(int(sys.argv[1])))
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stderr.flush()
         os._exit(code)  # a thread that encodes a long prompt would be waited for
 
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -294,8 +295,9 @@ class Server:
             seconds=round(time.monotonic() - self._started_s, 2),
             phases_s=loaded.phases_s,
         )
-        sys.stdout.write(self._example(has_chat=loaded.tokenizer.template is not None) + "\n")
-        sys.stdout.flush()
+        with suppress(OSError):  # a hint for people: a disk that is full must not end a server for it
+            sys.stdout.write(self._example(has_chat=loaded.tokenizer.template is not None) + "\n")
+            sys.stdout.flush()
 
     def _example(self, *, has_chat: bool) -> str:
         """One line to copy and paste that streams an answer."""

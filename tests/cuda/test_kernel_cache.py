@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_disk import small_disk
 
 import cuda.compile
 from cuda.compile import ABOUT, CUBIN, Build, build, build_apart, cached
@@ -141,31 +141,26 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB. Root only."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    with small_disk(tmp_path / "disk", 64 << 10) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("state", ["full", "read-only"])
 def test_a_real_disk_that_takes_nothing_leaves_kernels_that_run(
-    small_disk: Path, state: str, caplog: pytest.LogCaptureFixture
+    disk: Path, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Compiled by a process of its own, which writes nothing."""
     if state == "full":
-        (small_disk / "other").write_bytes(bytes(60 << 10))
+        (disk / "other").write_bytes(bytes(60 << 10))
     else:
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    built = build_apart(*WANTED, cache_folder=small_disk / "kernels")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    built = build_apart(*WANTED, cache_folder=disk / "kernels")
     assert built.code[:4] == b"\x7fELF"
     assert "compiled kernels cannot be kept" in caplog.text
-    assert cached(*WANTED, cache_folder=small_disk / "kernels") is None
-    left = [path for path in small_disk.rglob("*") if path.name not in ("other", "kernels")]
+    assert cached(*WANTED, cache_folder=disk / "kernels") is None
+    left = [path for path in disk.rglob("*") if path.name not in ("other", "kernels")]
     assert left == []
 
 

@@ -82,7 +82,10 @@ async def test_requests_of_all_kinds_run_on_a_full_card_as_on_an_empty_one(tmp_p
             before = executor.captured_graphs
             for _ in range(3):
                 assert await outputs(assembly) == alone
+            tries = [executor.use_idle_time() for _ in range(8)]
+            sys.stdout.write(f"{tries}\n")
             sys.stdout.write(f"{before} graphs, then {executor.captured_graphs}\n")
+            assert await outputs(assembly) == alone
         assert await outputs(assembly) == alone
 
 

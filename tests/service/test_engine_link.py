@@ -12,6 +12,7 @@ import pytest
 
 from model.step_plan import SamplingParameters
 from service import engine_link, front_ends
+from service.checkpoint_file import NotWritten
 from service.engine_client import (
     Cancel,
     Ended,
@@ -221,6 +222,11 @@ async def test_a_refusal_is_raised_where_it_was_asked(error: PagewalkError) -> N
     with pytest.raises(type(error)) as caught:
         await task
     assert (caught.value.body(), caught.value.headers) == (error.body(), error.headers)
+
+
+def test_a_refusal_that_only_the_engine_s_process_knows_travels_as_the_next_one_above() -> None:
+    error = Refusal.of(NotWritten("the disk is full")).error()
+    assert (type(error), str(error), error.status) == (ServiceUnavailable, "the disk is full", 503)
 
 
 async def test_who_asks_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
