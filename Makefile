@@ -72,7 +72,7 @@ bench-mm: $(DEV)  ## Time the memory manager alone, beside transformers' paged c
 	@$(BIN)/python -m bench.mm $(ARGS)
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the Python that PYTHON names (it has torch and cupy)
-	$(PYTHON) -m pytest tests/cuda tests/service/test_golden.py tests/service/test_golden_families.py -m "gpu and not soak" $(ARGS)
+	$(PYTHON) -m pytest tests/cuda tests/faults tests/service/test_golden.py tests/service/test_golden_families.py -m "gpu and not soak" $(ARGS)
 
 sanitize-gpu:  ## Look for bad addresses and races in the kernels, with compute-sanitizer and the Python that PYTHON names
 	PYTHON=$(PYTHON) sh scripts/sanitize.sh
