@@ -1,19 +1,33 @@
 """The host memory behind the swap slots: page-locked where a GPU copies to it, else plain. mm's only import of torch.
 
-Page-locking costs about half a second a gigabyte, and calls to the GPU's driver wait meanwhile. So the memory is taken
-in small chunks, in a thread, and only as far as is asked for (`want`): a server under no pressure locks next to none.
-Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area there, with a
-warning: the area is then smaller than was planned.
+The memory is taken in chunks, in a thread, and only as far as is asked for (`want`): a server under no pressure locks
+next to none. Slots become usable as their chunks come (`ready_slots`). A chunk that the system refuses ends the area
+there, with a warning: the area is then smaller than was planned.
+
+To lock memory the driver wants every page of it to be there, and while it locks, its calls from other threads wait:
+steps are late by that. Making the pages (finding and zeroing them) is most of the work, so that is done first, without
+the driver; and after each chunk there is a pause, since those that wait do not get their turn by themselves
+(docs/decisions/0027-swap-memory-is-made-before-it-is-locked.md).
 """
 
 import logging
+import mmap
 import threading
+import weakref
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20
-"""30 ms of page-locking. A power of two: allocators of page-locked memory may round up to one."""
+CHUNK_BYTES = 8 << 20
+"""Half a millisecond of page-locking."""
+
+PAUSE_S = 0.002
+"""After each chunk, for steps that wait for the driver."""
+
+FOR_ALL_CONTEXTS = 1
+"""cudaHostRegisterPortable."""
 
 log = logging.getLogger("pagewalk.memory")
 
@@ -91,18 +105,56 @@ class BackingStore:
                 self._changed.wait_for(lambda: self._is_closed or self.ready_slots < self._wanted)
             if self._is_closed:
                 return
-            place = len(self._chunks)
-            size = min(self._most - place * self._slots_a_chunk, self._slots_a_chunk)
-            try:
-                chunk = torch.empty(size * self.slot_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
-            except (MemoryError, RuntimeError) as error:  # torch's word for what cannot be had or locked is the second
-                why = (str(error) or "no memory").splitlines()[0]
-                log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, why)
+            self._add_chunk()
+            if self._page_locked:
                 with self._changed:
-                    self._is_closed = True
-                    self._changed.notify_all()
-                return
+                    self._changed.wait_for(lambda: self._is_closed, PAUSE_S)
+
+    def _add_chunk(self) -> None:
+        place = len(self._chunks)
+        size = min(self._most - place * self._slots_a_chunk, self._slots_a_chunk)
+        try:
+            chunk = self._take(size * self.slot_bytes)
+        except (MemoryError, RuntimeError, OSError) as error:  # torch says the second
+            why = (str(error) or "no memory").splitlines()[0]
+            log.warning("swap area: %d of %d slots: %s", self.ready_slots, self.slots, why)
             with self._changed:
-                if len(self._chunks) == place and place * self._slots_a_chunk < self.slots:  # else resized meanwhile
-                    self._chunks.append(chunk)
+                self._is_closed = True
                 self._changed.notify_all()
+            return
+        with self._changed:
+            if len(self._chunks) == place and place * self._slots_a_chunk < self.slots:  # else resized meanwhile
+                self._chunks.append(chunk)
+            self._changed.notify_all()
+
+    def _take(self, size_bytes: int) -> Tensor:
+        return locked(made(size_bytes)) if self._page_locked else torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def made(size_bytes: int) -> mmap.mmap:
+    """Memory of which every page is there, zeroed. Raises OSError."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return memory
+
+
+def locked(memory: mmap.mmap) -> Tensor:
+    """The same, page-locked, as (bytes,) uint8, until no tensor uses it any more. Raises RuntimeError."""
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    address = chunk.data_ptr()
+    if error := int(_runtime().cudaHostRegister(address, len(chunk), FOR_ALL_CONTEXTS)):
+        raise RuntimeError(f"{len(chunk)} bytes cannot be page-locked: CUDA error {error}")
+    weakref.finalize(memory, _unlock, address).atexit = False  # the driver may have gone by then
+    return chunk
+
+
+def _unlock(address: int) -> None:
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    """The CUDA runtime's functions, as torch has them."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

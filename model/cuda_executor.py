@@ -502,7 +502,7 @@ class CudaExecutor:
 
     @property
     def device_memory(self) -> DeviceMemory:
-        """What torch has given out; what the driver keeps for itself is not in it."""
+        """Activations by what torch has given out; graphs by what was free on the device, which others may use, too."""
         peak = torch.cuda.max_memory_allocated(self._device_index) - self._lasting_bytes
         return DeviceMemory(max(0, peak), self._graphs.captured, self._graphs.most, self._graph_bytes)
 
@@ -557,7 +557,7 @@ class CudaExecutor:
         if size.kind in (Kind.MIXED, Kind.MIXED_LOGITS):
             blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
             step = replace(step, prefill_blocks=blocks)
-        reserved = torch.cuda.memory_reserved(self._device_index)
+        free, _ = torch.cuda.mem_get_info(self._device_index)
         graph = torch.cuda.CUDAGraph()
         # thread-local: another thread may page-lock memory for swap meanwhile
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
@@ -571,7 +571,7 @@ class CudaExecutor:
                 graph.capture_end()
             raise
         graph.capture_end()
-        self._graph_bytes += torch.cuda.memory_reserved(self._device_index) - reserved
+        self._graph_bytes += max(0, free - torch.cuda.mem_get_info(self._device_index)[0])
         return graph
 
 

@@ -1,5 +1,7 @@
 """The memory behind swap slots comes in chunks, and ends where the system says so."""
 
+import gc
+
 import pytest
 import torch
 
@@ -68,4 +70,53 @@ def test_a_smaller_area_gives_whole_chunks_back_and_can_be_as_large_again() -> N
     assert store.ready_slots == 10
     assert store.slot(3).tolist() == [7] * 16
     assert len(store.slot(9)) == 16
+    store.close()
+
+
+class FakeRuntime:
+    """Of CUDA, as far as memory is locked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}  # bytes, by address
+        self.most = 99
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if len(self.locked) == self.most:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr("mm.backing_store._runtime", lambda: fake)
+    return fake
+
+
+def test_every_chunk_is_locked_as_long_as_anybody_uses_it(runtime: FakeRuntime) -> None:
+    store = filled(BackingStore(5, 16, page_locked=True, chunk_bytes=32), 5)
+    assert runtime.locked == {store.address(0): 32, store.address(2): 32, store.address(4): 16}
+    page = store.slot(3)
+    page.fill_(7)
+    store.resize(2)
+    gc.collect()
+    assert runtime.locked.keys() == {store.address(0), page.data_ptr() - 16}
+    assert page.tolist() == [7] * 16
+    del page
+    store.close()
+    store.resize(0)
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_what_cannot_be_locked_ends_the_area(runtime: FakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime.most = 2
+    store = filled(BackingStore(10, 16, page_locked=True, chunk_bytes=32), 10)
+    assert store.ready_slots == 4
+    assert "4 of 10 slots: 32 bytes cannot be page-locked" in caplog.text
     store.close()
