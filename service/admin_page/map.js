@@ -30,7 +30,14 @@ const SLOTS = [
 const SHADES = ["--frame-shared-2", "--frame-shared-3", "--frame-shared-5", "--frame-shared-9"]; // by holders
 const HOVER_MS = 120;
 
-const bytesOf = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+
+function bytesOf(text) {
+  const characters = atob(text);
+  const bytes = new Uint8Array(characters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
+  return bytes;
+}
+
 const indicesOf = (text) => new Uint32Array(bytesOf(text).buffer);
 
 let states = new Uint8Array(0);
