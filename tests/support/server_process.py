@@ -31,6 +31,14 @@ def _inode(port: int, client_port: int) -> str:
     raise AssertionError("no such connection")
 
 
+def _command_line(pid: str) -> bytes:
+    """Empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 class Process:
     """`pagewalk serve` on a free port. program: what Python is to run for the command `pagewalk`."""
 
@@ -86,9 +94,11 @@ class Process:
 
     def front_ends(self) -> list[int]:
         """Process ids of the front ends that run."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-        return sorted(pid for pid in children if b"front_end_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        found = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                found += (task / "children").read_text().split()
+        return sorted(int(pid) for pid in found if b"front_end_process" in _command_line(pid))
 
     def listening(self) -> int:
         """Sockets that take connections: each front end has one of its own."""
