@@ -8,6 +8,7 @@ Cases marked `gpu` (large ones, graphs) do not run on the emulated device.
 
 from pathlib import Path
 
+import kept_builds
 import pytest
 import torch
 from emulated_gpu import EmulatedLoader
@@ -25,9 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this session's kernels are compiled to."""
-    return tmp_path_factory.mktemp("kernels")
+def build_folder() -> Path:
+    """Where kernels are compiled to."""
+    return kept_builds.build_folder()
 
 
 @pytest.fixture(scope="session", params=["emulated-90", GPU])

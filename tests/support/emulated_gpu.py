@@ -1,6 +1,8 @@
 """Kernels that run on the CPU: a KernelLoader over emulated_gpu.hpp and the machine's C++ compiler."""
 
 import ctypes
+import fcntl
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from typing import Any
 
 from cuda.compile import KERNELS, read_source
 from cuda.launch import Argument, ArgumentBlock, Grid, Kernel, KernelSpec
+from model.native_library import _processor, _version
 
 HEADER = Path(__file__).parent / "emulated_gpu.hpp"
 
@@ -24,8 +27,16 @@ extern "C" void run(
 extern "C" int parameters(int* sizes) {{ return emulator::parameter_sizes({instance}, sizes); }}
 """
 
+OPTIONS = ("-std=c++17", "-O2", "-march=native", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off")
+
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """That a block may have, by compute capability."""
+
+
+@functools.cache
+def _machine() -> list[str]:
+    """What decides the code besides sources and options."""
+    return [_version("g++"), *_processor()]
 
 
 class EmulatedKernel:
@@ -86,24 +97,16 @@ class EmulatedLoader:
         return [EmulatedKernel(partial(self._library, file, spec.instance), spec) for spec in specs]
 
     def _library(self, file: str, instance: str) -> ctypes.CDLL:
-        source = SOURCE.format(header=HEADER, kernels=KERNELS / file, instance=instance)
-        parts = [source, HEADER.read_text(), read_source(file), str(self.capability)]
+        """Compiled once for all processes: whoever comes second waits for the first."""
+        options = [*OPTIONS, f"-D__CUDA_ARCH__={self.capability * 10}"]
+        parts = [SOURCE, instance, HEADER.read_text(), read_source(file), *options, *_machine()]
         stem = self._folder / f"{Path(file).stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
         library = stem.with_suffix(".so")
-        if not library.exists():
-            stem.with_suffix(".cpp").write_text(source)
-            scratch = stem.with_suffix(".tmp")
-            options = [
-                "-std=c++17",
-                "-O2",
-                "-march=native",
-                "-shared",
-                "-fPIC",
-                "-w",
-                "-fno-strict-aliasing",
-                "-ffp-contract=off",
-                f"-D__CUDA_ARCH__={self.capability * 10}",
-            ]
-            subprocess.run(["g++", *options, "-o", scratch, stem.with_suffix(".cpp")], check=True)
-            scratch.rename(library)
+        with stem.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                source, scratch = stem.with_suffix(".cpp"), stem.with_suffix(".tmp")
+                source.write_text(SOURCE.format(header=HEADER, kernels=KERNELS / file, instance=instance))
+                subprocess.run(["g++", *options, "-o", scratch, source], check=True)
+                scratch.rename(library)
         return ctypes.CDLL(str(library))
