@@ -10,9 +10,9 @@ burst    all steps at once: the front ends lag, and tokens that wait go out toge
 alone    one request after the other, each answered as soon as it reaches the engine: what HTTP, the front end and the
          links add to a first token
 
-Reported per front end process: its CPU time (user and system, with the sockets) / events, / tokens; tokens a second of
-its CPU time. Requests are counted in: with short streams they show. Of `alone` the time from before the connection to
-the first event. The last line is one JSON object.
+Reported: CPU time of the front ends' processes (user and system, with the sockets) / events, / tokens; tokens a second
+of it. What ends a stream is counted in, but for the events of the paced run.
+Of `alone` the time from before the connection to the first event. The last line is one JSON object.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import resource
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,10 +181,10 @@ async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], di
     try:
         await front_ends.open()
         await front_ends.serve(engine, Serve(facts, TokenizerFiles(str(files.folder), None, vocabulary), limits))
-        await _run(engine, front_ends, pipe, "warm-up", options.streams, WARM_UP_TOKENS, 0.0)
+        await _run(engine, pipe, "warm-up", options.streams, WARM_UP_TOKENS, 0.0)
         results = []
         for name, step_s in (("paced", options.step_ms / 1000), ("burst", 0.0)):
-            results.append(await _run(engine, front_ends, pipe, name, options.streams, options.tokens, step_s))
+            results.append(await _run(engine, pipe, name, options.streams, options.tokens, step_s))
         return results, await _alone(engine, pipe, options.requests)
     finally:
         pipe.send(None)
@@ -201,17 +202,20 @@ async def _alone(engine: RandomEngine, pipe: Connection, requests: int) -> dict[
 
 
 async def _run(
-    engine: RandomEngine, front_ends: FrontEnds, pipe: Connection, name: str, streams: int, tokens: int, step_s: float
+    engine: RandomEngine, pipe: Connection, name: str, streams: int, tokens: int, step_s: float
 ) -> dict[str, Any]:
     """Let all streams begin, then make their tokens."""
     loop = asyncio.get_running_loop()
-    cpu_s = await _cpu_s(front_ends)
+    cpu_s = sum(_cpu_s())
     pipe.send((streams, tokens))
     while len(engine.running) < streams:  # noqa: ASYNC110 - requests come over sockets
         await asyncio.sleep(0.01)
-    begin_s, begun = await _cpu_s(front_ends), time.perf_counter()
+    begin, begun = _cpu_s(), time.perf_counter()
+    last = begin
     engine_began = time.process_time()
     for number in range(tokens):
+        if number == tokens - 1 and step_s:
+            last = _cpu_s()
         engine.step(number)
         if step_s:
             await asyncio.sleep(max(0.0, begun + (number + 1) * step_s - time.perf_counter()))
@@ -220,25 +224,33 @@ async def _run(
     engine_s = time.process_time() - engine_began
     events = await loop.run_in_executor(None, pipe.recv)
     took_s = time.perf_counter() - begun
-    end_s = await _cpu_s(front_ends)
+    whole_s = sum(_cpu_s()) - sum(begin)
     made = streams * tokens
+    in_events = [end - at_first for end, at_first in zip(last, begin, strict=True)] if step_s else [whole_s]
+    counted = events - streams if step_s else events
     return {
         "run": name,
         "streams": streams,
         "tokens": made,
         "tokens_per_event": round(made / events, 2),
-        "cpu_us_per_event": round((end_s - begin_s) / events * 1e6, 2),
-        "cpu_us_per_token": round((end_s - begin_s) / made * 1e6, 2),
-        "tokens_per_cpu_s": round(made / (end_s - begin_s)),
-        "cpu_us_per_request": round((begin_s - cpu_s) / streams * 1e6, 1),
+        "cpu_us_per_event": round(sum(in_events) / counted * 1e6, 2),
+        "of_which_system": round(in_events[1] / counted * 1e6, 2) if step_s else None,
+        "cpu_us_per_token": round(whole_s / made * 1e6, 2),
+        "tokens_per_cpu_s": round(made / whole_s),
+        "cpu_us_per_request": round((sum(begin) - cpu_s) / streams * 1e6, 1),
         "engine_cpu_us_per_step": round(engine_s / tokens * 1e6, 1),
         "took_s": round(took_s, 2),
     }
 
 
-async def _cpu_s(front_ends: FrontEnds) -> float:
-    await front_ends.fresh_reports()
-    return sum(report.cpu_s for report in front_ends.reports())
+def _cpu_s() -> tuple[float, float]:
+    """CPU time of all front ends, which are children of this process, so far: user and system."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = [Path("/proc", child) for child in children]
+    front_ends = [each for each in found if b"service.front_end_process" in (each / "cmdline").read_bytes()]
+    ticks = [(each / "stat").read_text().rsplit(")", 1)[1].split()[11:13] for each in front_ends]
+    user, system = (sum(int(each[i]) for each in ticks) / os.sysconf("SC_CLK_TCK") for i in range(2))
+    return user, system
 
 
 def main() -> None:
@@ -257,10 +269,8 @@ def main() -> None:
     columns = [name for name in results[0] if name != "run"]
     print(f"{'':8}", *(f"{name:>22}" for name in columns), file=sys.stderr)
     for result in results:
-        print(f"{result['run']:8}", *(f"{result[name]:>22}" for name in columns), file=sys.stderr)
-    print(f"{'alone':8} first event after {alone_ms} ms", file=sys.stderr)
-    facts = {"cores": os.cpu_count(), "front_ends": options.front_ends}
-    print(json.dumps(facts | {"runs": results, "alone_first_event_ms": alone_ms}))
+        print(f"{result['run']:8}", *(f"{result[name]!s:>22}" for name in columns), file=sys.stderr)
+    print(json.dumps({"cores": os.cpu_count(), "front_ends": options.front_ends, "runs": results}))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,17 @@ import io
 import json
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import prober
 import pytest
 from server_process import Process
 from tiny_model import write_tiny_model
@@ -41,7 +41,7 @@ def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     folder = tmp_path / "tiny-model"
     folder.mkdir()
-    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--threads", "1"]
+    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
     arguments += ["--kv-cache-memory-bytes", "128MiB", "--front-ends", str(request.param)]
     started = Process(*arguments, "--log-format", "json", folder=tmp_path)
     resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
@@ -60,26 +60,7 @@ class Client:
         self.capsys = capsys
         self.url = f"http://127.0.0.1:{process.port}"
         self.session = session
-        self.probe_s: dict[str, list[float]] = {}
-        self.lag_s: list[float] = []
-        self.statuses: Counter[tuple[str, int]] = Counter()
-
-    async def probe(self, path: str, every_s: float) -> None:
-        """Ask forever; each answer's status and time are kept."""
-        while True:
-            began = time.perf_counter()
-            async with self.session.get(self.url + path) as response:
-                await response.read()
-            self.statuses[path, response.status] += 1
-            self.probe_s.setdefault(path, []).append(time.perf_counter() - began)
-            await asyncio.sleep(every_s)
-
-    async def watch(self) -> None:
-        """How late this client itself is: no probe can be better."""
-        while True:
-            due = time.perf_counter() + 0.05
-            await asyncio.sleep(0.05)
-            self.lag_s.append(time.perf_counter() - due)
+        self.probed: dict[str, dict[str, Any]] = {}
 
     async def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name and labels, as they stand in the text."""
@@ -93,9 +74,7 @@ class Client:
             return response.status, await response.json()
 
     def report(self, case: str, **figures: Any) -> None:
-        figures["lag of this client's loop"] = f"max {_ms(self.lag_s)} ms"
-        for path, times in self.probe_s.items():
-            figures[path] = f"{len(times)} answers, median {statistics.median(times) * 1e3:.1f} ms, max {_ms(times)} ms"
+        figures |= self.probed
         with self.capsys.disabled():
             print(f"\n{case}", *(f"    {name}: {value}" for name, value in figures.items()), sep="\n")  # noqa: T201
 
@@ -108,20 +87,18 @@ def _ms(times_s: list[float]) -> float:
 async def client_of(
     process: Process, capsys: pytest.CaptureFixture[str], probes: dict[str, float]
 ) -> AsyncIterator[Client]:
-    """A client that probes these paths meanwhile, each so many seconds after its last answer."""
+    """A client; meanwhile processes of their own ask these paths, each so many seconds after its last answer."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         client = Client(process, session, capsys)
-        tasks = [asyncio.create_task(client.probe(path, every_s)) for path, every_s in probes.items()]
-        tasks.append(asyncio.create_task(client.watch()))
+        probers = {path: prober.start(process.port, path, every_s) for path, every_s in probes.items()}
         try:
             yield client
         finally:
-            for task in tasks:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-    assert all(status == 200 for _, status in client.statuses), client.statuses
+            for path, child in probers.items():
+                child.terminate()
+                client.probed[path] = json.loads(child.communicate(timeout=90)[0])
+    assert all(set(probed["statuses"]) == {"200"} for probed in client.probed.values()), client.probed
 
 
 # ---------------------------------------------------------------- C21
@@ -342,7 +319,7 @@ def roomy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     folder = tmp_path / "tiny-model"
     folder.mkdir()
-    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--threads", "1"]
+    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
     arguments += ["--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "512", "--max-queue-requests", "6000"]
     started = Process(*arguments, "--front-ends", str(request.param), "--log-format", "json", folder=tmp_path)
     try:
