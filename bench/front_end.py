@@ -270,7 +270,9 @@ def main() -> None:
     print(f"{'':8}", *(f"{name:>22}" for name in columns), file=sys.stderr)
     for result in results:
         print(f"{result['run']:8}", *(f"{result[name]!s:>22}" for name in columns), file=sys.stderr)
-    print(json.dumps({"cores": os.cpu_count(), "front_ends": options.front_ends, "runs": results}))
+    print(f"{'alone':8} first event after {alone_ms} ms", file=sys.stderr)
+    facts = {"cores": os.cpu_count(), "front_ends": options.front_ends}
+    print(json.dumps(facts | {"runs": results, "alone_first_event_ms": alone_ms}))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from service.errors import Draining, EngineDead, Loading, QueueFull, RefusalReas
 from service.generation import PromptNumbers
 from service.questions import Answerer, Spend
 from service.served_model import ServedModel
+from service.turnstile import Turnstile
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,7 @@ class FrontEnd:
     engine: Answerer  # knows what concerns the whole server; there before the model is
     model: ServedModel | None = None  # set once, when the weights are loaded
     generating: int = 0  # requests that generate now
+    turnstile: Turnstile = field(default_factory=Turnstile)
     api_keys: KeyRing = field(init=False)
     admin_keys: KeyRing = field(init=False)
 

@@ -43,9 +43,10 @@ UNREAD_S = 300.0
 """A client that takes nothing of an answer for this long is as good as gone. The system ends its connection, and what
 it held comes free: a socket, a place among the open requests and those of its tenant."""
 
-ACCEPTS_PER_TURN = 32
+ACCEPTS_PER_TURN = 128
 """Handles on one listening socket. libuv accepts one connection a turn for each of its handles, and a turn takes
-milliseconds when much is going on: with one handle, a probe waits for seconds behind a burst of connections."""
+milliseconds when much is going on: with few handles, a probe waits for seconds behind a burst of connections. How many
+of those that were accepted begin in a turn is the turnstile's."""
 
 
 def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:

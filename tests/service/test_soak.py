@@ -24,6 +24,7 @@ pytestmark = pytest.mark.soak
 
 BURST, LEAVING = 5_000, 4_000
 PROMPT_TOKENS = 2_000
+ON_THE_CPU = ["--device", "cpu", "--threads", "1"]
 SERVER_FILES = 4_096  # the server may open: fewer than there are requests
 STREAMS, STREAM_TOKENS = 10, 3_000
 LONG_PROMPTS, LONG_TOKENS = 64, 4_000
@@ -41,7 +42,7 @@ def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     folder = tmp_path / "tiny-model"
     folder.mkdir()
-    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", *ON_THE_CPU]
     arguments += ["--kv-cache-memory-bytes", "128MiB", "--front-ends", str(request.param)]
     started = Process(*arguments, "--log-format", "json", folder=tmp_path)
     resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
@@ -319,7 +320,7 @@ def roomy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     folder = tmp_path / "tiny-model"
     folder.mkdir()
-    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    arguments = ["--model", str(write_tiny_model(folder)), "--load-format", "dummy", *ON_THE_CPU]
     arguments += ["--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "512", "--max-queue-requests", "6000"]
     started = Process(*arguments, "--front-ends", str(request.param), "--log-format", "json", folder=tmp_path)
     try:
@@ -372,7 +373,7 @@ class Crowd:
         for number in range(CROWD_QUEUE):
             tasks.append(asyncio.create_task(self.short(number)))
             if number % 50 == 0:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)  # 1,000 a second
         await asyncio.gather(*tasks)
 
 

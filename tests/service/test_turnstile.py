@@ -1,0 +1,58 @@
+"""A burst of requests leaves room in each turn of the event loop."""
+
+import asyncio
+
+from service.turnstile import Turnstile
+
+
+async def begun_by_turn(turnstile: Turnstile, tasks: int, turns: int) -> list[list[int]]:
+    """Which of so many requests, that all come at once, began in each turn."""
+    begun: list[int] = []
+
+    async def request(number: int) -> None:
+        await turnstile.enter()
+        begun.append(number)
+
+    running = [asyncio.create_task(request(number)) for number in range(tasks)]
+    seen: list[list[int]] = []
+    for _ in range(turns):
+        await asyncio.sleep(0)
+        seen.append(begun[sum(map(len, seen)) :])
+    await asyncio.gather(*running)
+    return seen
+
+
+async def test_a_burst_begins_a_few_a_turn_in_order() -> None:
+    seen = await begun_by_turn(Turnstile(3), tasks=10, turns=12)
+    assert max(map(len, seen)) == 3
+    assert [number for turn in seen for number in turn] == list(range(10))
+
+
+async def test_few_begin_at_once() -> None:
+    assert (await begun_by_turn(Turnstile(3), tasks=3, turns=1)) == [[0, 1, 2]]
+
+
+async def test_who_leaves_while_waiting_takes_nobodys_place() -> None:
+    turnstile = Turnstile(1)
+    begun: list[int] = []
+
+    async def request(number: int) -> None:
+        await turnstile.enter()
+        begun.append(number)
+
+    running = [asyncio.create_task(request(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    running[1].cancel()
+    running[2].cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert begun == [0, 3]
+
+
+async def test_a_turn_without_requests_leaves_nothing_to_run() -> None:
+    """It is no timer: a server without requests is idle."""
+    turnstile = Turnstile(2)
+    for _ in range(2):  # and it begins anew
+        await turnstile.enter()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert turnstile._passed == 0
