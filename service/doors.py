@@ -71,6 +71,8 @@ class Doors:
 
     async def close(self) -> None:
         """Accept nothing more. Handlers send what is left, for FLUSH_S at most. Idempotent."""
+        if self.front_end.model is not None:
+            self.front_end.model.grammars.close()  # compiling one may take longer, and nothing runs any more
         runners, self._runners = self._runners, []
         for runner in runners:
             await runner.cleanup()

@@ -25,7 +25,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from mm.addresses import Int32Array
 from model.token_masks import mask_words
 from service.constraint import Constraint
-from service.errors import QueueFull
+from service.errors import Draining, QueueFull
 from service.json_schemas import SchemaRefused, check_schema
 from service.lark import GrammarNotLark, prepared_lark
 from service.tokenization import Tokenizer
@@ -181,6 +181,7 @@ class Grammars:
         self._awaited: Counter[Constraint] = Counter()  # by how many
         self._begun: set[Constraint] = set()  # of those in `_compiling`, and of those that nobody waits for any more
         self._workers: dict[bool, ThreadPoolExecutor] = {}  # by whether the text is small; made when first needed
+        self._is_closed = False
 
     def cached(self, constraint: Constraint) -> Grammar | None:
         """The grammar, if it is there already."""
@@ -190,9 +191,11 @@ class Grammars:
         return grammar
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """In a thread, unless it is cached. Raises GrammarRefused."""
+        """In a thread, unless it is cached. Raises GrammarRefused, or Draining after `close`."""
         if (grammar := self.cached(constraint)) is not None:
             return grammar
+        if self._is_closed:
+            raise Draining
         if (compiling := self._compiling.get(constraint)) is None:
             worker = self._worker_for(constraint)
             compiling = asyncio.get_running_loop().run_in_executor(worker, self._compile_in_turn, constraint)
@@ -201,6 +204,10 @@ class Grammars:
         self._awaited[constraint] += 1
         try:
             return await asyncio.shield(compiling)
+        except asyncio.CancelledError:
+            if self._is_closed and compiling.cancelled():
+                raise Draining from None
+            raise
         finally:
             self._awaited[constraint] -= 1
             if not self._awaited[constraint]:
@@ -216,7 +223,9 @@ class Grammars:
         return worker
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises GrammarRefused if a constraint cannot be kept to or takes too long; QueueFull if others take it."""
+        """Raises GrammarRefused if a constraint cannot be kept to or takes too long; QueueFull if others take it;
+        Draining after `close`.
+        """
         if self.cached(constraint) is None and len(self._compiling) >= MAX_COMPILING:
             raise QueueFull(f"{MAX_COMPILING} grammars are waiting to be compiled: try again later", retry_after_s=1)
         try:
@@ -232,7 +241,10 @@ class Grammars:
             self._cached_bytes -= len(constraint.text)
 
     def close(self) -> None:
-        """Let the threads end. Idempotent."""
+        """Let the threads end: what is being compiled is not waited for. Whoever waits is told. Idempotent."""
+        self._is_closed = True
+        for compiling in [each for each in self._compiling.values() if not each.done()]:
+            compiling.cancel()
         for worker in self._workers.values():
             worker.shutdown(wait=False, cancel_futures=True)
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import jsonschema
@@ -14,7 +14,7 @@ from tiny_tokenizer import END, tiny_tokenizer
 
 from service import grammars as module
 from service.constraint import Constraint, ConstraintKind
-from service.errors import QueueFull
+from service.errors import Draining, QueueFull
 from service.grammars import Grammar, GrammarRefused, Grammars, MaskWorker, Matcher
 
 VOCABULARY = tiny_tokenizer().vocabulary
@@ -22,7 +22,7 @@ ENDS = [END, 0]
 
 
 @pytest.fixture
-def grammars() -> Iterator[Grammars]:
+async def grammars() -> AsyncIterator[Grammars]:
     made = Grammars(tiny_tokenizer(), VOCABULARY, ENDS)
     yield made
     made.close()
@@ -131,6 +131,22 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars
     assert [await first, await other] == ["a", "c"]
     assert compiled == ["a", "c"]
     assert await grammars.compile(Constraint("regex", "b")) == "b"
+
+
+async def test_whoever_waits_for_the_compiler_at_the_end_is_told_at_once(
+    grammars: Grammars, gate: threading.Event
+) -> None:
+    """Whether it has begun or not; and whoever comes later."""
+    wanted = [Constraint("regex", f"a{{{count}}}") for count in (1, 2)]
+    waiting = [asyncio.ensure_future(grammars.check(each)) for each in wanted]
+    while not grammars._begun:  # noqa: ASYNC110 - it begins in a thread
+        await asyncio.sleep(0.001)
+    grammars.close()
+    for each in waiting:
+        with pytest.raises(Draining):
+            await each
+    with pytest.raises(Draining):
+        await grammars.check(Constraint("regex", "b"))
 
 
 async def test_a_small_constraint_does_not_wait_for_a_large_one(grammars: Grammars, monkeypatch: Any) -> None:
