@@ -59,6 +59,9 @@ SHORTS: dict[str, list[int]] = {  # what chat workloads decode
     "256 x 300": [300] * 256,
     "1,024 x 300": [300] * 1024,
     "256 ragged, 100..1,000": ragged(256, 100, 1000),
+    "1,000 x 179": [179] * 1000,
+    "640 x 341": [341] * 640,
+    "1,000 ragged, 30..330": ragged(1000, 30, 330),
 }
 CASCADES: dict[str, list[tuple[int, int, int]]] = {  # groups: members, tokens they share, tokens of each behind those
     "64 x (8,192 + 256)": [(64, 8192, 256)],

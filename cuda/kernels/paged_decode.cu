@@ -315,6 +315,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride, i64 frame_stride) {
   // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
+  constexpr int ATOM = 1024, ATOMS = PAGE / ATOM;  // of keys, and as many of values: those of 8 tokens come together
   static_assert(GP * ROW * 4 <= STAGES * STAGE, "a warp's last part lies in its ring");
   static_assert(WARPS >= 2 && WARPS <= 16, "a lane for each part of a block, a warp for each item that it has cut");
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
@@ -353,10 +354,18 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     const char* source = layer_pool + frame * frame_stride + (i64)c.head * STAGE;
     const u32 target = ring + stage * STAGE;
 #ifdef HOPPER
-    if (lane == 0) {
-      const u32 barrier = shared_address(&barriers[warp][stage]);
-      barrier_arrive_expecting(barrier, STAGE);
-      bulk_copy(target, source, STAGE, barrier);
+    const u32 barrier = shared_address(&barriers[warp][stage]);
+    const int tokens = c.facts.x - c.page * PAGE_SIZE;
+    if (tokens >= PAGE_SIZE || c.line < STAGES) {  // the ring's first pages whole: then what is not copied is finite
+      if (lane == 0) {
+        barrier_arrive_expecting(barrier, STAGE);
+        bulk_copy(target, source, STAGE, barrier);
+      }
+    } else {  // what a sequence's last tokens have of each atom
+      if (lane == 0) barrier_arrive_expecting(barrier, tokens * (STAGE / PAGE_SIZE));
+      __syncwarp();
+      const int mine = min(tokens - lane / (ATOMS / 2) % 2 * 8, 8), place = lane * ATOM;
+      if (lane < 2 * ATOMS && mine > 0) bulk_copy(target + place, source + place, mine * (ATOM / 8), barrier);
     }
 #else
 #pragma unroll
