@@ -181,7 +181,9 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     model = write_tiny_model(folder / "model")
     admin = free_port()
     named = ["--model", str(model), "--served-model-name", "smollm2", "--load-format", "dummy"]
-    process = Process(*named, "--admin-port", str(admin), folder=folder)
+    (folder / "checkpoints").mkdir()
+    options = ["--admin-port", str(admin), "--checkpoint-dir", str(folder / "checkpoints")]
+    process = Process(*named, *options, folder=folder)
     try:
         process.until(lambda: process.status("/ready") == 200)
         yield {"8000": process.port, "8001": admin}
