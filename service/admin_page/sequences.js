@@ -101,7 +101,7 @@ export async function updateSequences() {
   holders.show(found.holders.filter((holder) => holder.rss > 0 || holder.id !== "transfer"));
   const more = found.total - found.sequences.length;
   say(byId("more-sequences"), more > 0 ? `and ${count(more)} more` : "");
-  if (chosen !== null) await updateDetails(found.sequences.find((row) => row.id === chosen));
+  if (chosen !== null) await updateDetails();
 }
 
 // ---------------------------------------------------------------- one of them
@@ -129,21 +129,21 @@ function close() {
   byId("details").hidden = true;
 }
 
-async function updateDetails(row) {
+async function updateDetails() {
   const id = chosen;
-  const isOpen = row !== undefined;
-  byId("sequence-actions").disabled = !isOpen || row.is_beam;
-  if (!isOpen) {
-    say(byId("details-state"), "has ended");
-    return;
-  }
-  const [status, smaps, maps, trace] = await Promise.all([
+  const found = await Promise.all([
     view(`${pathOf(id)}/status`),
     view(`${pathOf(id)}/smaps`),
     view(`${pathOf(id)}/maps`),
     view(`${pathOf(id)}/trace?limit=50`),
-  ]).catch(() => [null]);
-  if (status === null || chosen !== id) return;
+  ]).catch((error) => (error.status === 404 ? null : undefined));
+  if (found === undefined || chosen !== id) return;
+  byId("sequence-actions").disabled = found === null || found[0].is_beam;
+  if (found === null) {
+    say(byId("details-state"), "has ended");
+    return;
+  }
+  const [status, smaps, maps, trace] = found;
   say(byId("details-state"), status.wait_reason ? `${status.state}, waits: ${status.wait_reason}` : status.state);
   showFacts(status, smaps);
   byId("maps").replaceChildren(...maps.runs.map((run) => mapLine(run, maps.runs.at(-1).end)));
@@ -167,6 +167,7 @@ function showFacts(status, smaps) {
     "cached of prompt": `${count(status.cached_tokens)} of ${count(status.prompt_tokens)}`,
     "missed because": status.miss ?? "–",
     "deadline in": duration(status.deadline_in_s),
+    "client": status.client || "–",
   };
   byId("sequence-facts").replaceChildren(
     ...Object.entries(facts).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
