@@ -6,6 +6,8 @@ over pages, FlashInfer with tensor cores over pages. bf16, 32 query heads, 8 of 
 
 from pathlib import Path
 
+from bench.pictures import COLOURS, pyplot, save
+
 DECODE_US = {  # FlashAttention-3, FlashInfer
     "1 x 32,768": (42.3, 42.8),
     "8 x 8,192": (71.4, 72.6),
@@ -21,7 +23,7 @@ PREFILL_TFLOPS = {
     "2,048 new over 30,000": (657, 582),
 }
 PEERS = ("FlashAttention-3, paged", "FlashInfer, paged")
-COLORS = ("#d0d0d0", "#a0a0a0", "#2f6f9f")
+COLORS = ("#d0d0d0", "#a0a0a0", COLOURS["Pagewalk"])
 
 
 def plot(results: dict[str, dict[str, float]], path: Path) -> None:
@@ -29,11 +31,7 @@ def plot(results: dict[str, dict[str, float]], path: Path) -> None:
 
     results: of bench.kernels. Rows that it lacks are left out.
     """
-    import matplotlib  # only here: a benchmark without a picture needs none
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     decodes = {name: results[f"decode {name}"] for name in DECODE_US if f"decode {name}" in results}
     shares = [
         [100 * found["floor_us"] / us for us in (*DECODE_US[name], found["us"])] for name, found in decodes.items()
@@ -56,5 +54,4 @@ def plot(results: dict[str, dict[str, float]], path: Path) -> None:
         axis.margins(x=0.12)
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="lower center", ncols=3)
     figure.suptitle("Paged attention kernels on one H200 (longer is better)", fontsize=11)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path)
+    save(figure, path, foot=0.05)

@@ -1,6 +1,7 @@
 """The kernels alone, timed inside CUDA graphs over more data than the L2 holds; attention is checked against float64.
 
     python -m bench.kernels [--quick] [--only cascade,short] [--plot FILE.svg]    prints tables, last a line of JSON
+    python -m bench.kernels --drawn FILE.json --plot FILE.svg                     a picture of earlier results
 
 Times are medians of a graph's replays, divided by its launches. A decode launch reads each key and value once, so its
 time is judged by bytes / what the card streams (the floor); a prefill launch by its arithmetic. "Share" is that of the
@@ -410,7 +411,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the shape that is chosen by itself, and less data")
     parser.add_argument("--only", default=",".join(TABLES), help=f"which tables, of {', '.join(TABLES)}")
     parser.add_argument("--plot", type=Path, help="draw a picture of ours beside the peers' (needs matplotlib)")
+    parser.add_argument("--drawn", type=Path, metavar="FILE", help="measure nothing, draw these results")
     arguments = parser.parse_args()
+    if arguments.drawn:
+        plot(json.loads(arguments.drawn.read_text())["results"], arguments.plot)
+        return
     tables = arguments.only.split(",")
     if not set(tables) <= set(TABLES):
         parser.error(f"--only {arguments.only}: the tables are {', '.join(TABLES)}")

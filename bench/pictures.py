@@ -20,7 +20,7 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def save(figure: Any, path: Path) -> None:
-    """Equal pictures are equal files."""
-    figure.tight_layout()
+def save(figure: Any, path: Path, foot: float = 0.0) -> None:
+    """Equal pictures are equal files. foot: the share of the height that is left for a legend below."""
+    figure.tight_layout(rect=(0, foot, 1, 1))
     figure.savefig(path, metadata={"Date": None})
