@@ -20,6 +20,11 @@ MAX_MULTIPLE = 100_000
 """Of the least common multiple of all multipleOf in a schema, in units of their last decimal: the compiler counts
 remainders one by one, and keeps 350 bytes of each."""
 
+MOST_EXACT = 2**53
+"""Of an integer that a value may have: the compiler reads numbers as doubles, so a larger one would not be kept to. On
+-2**63 it recurses without end, which no limit of its own stops.
+"""
+
 OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names -> schemas
 LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 SINGLE = frozenset({"items", "additionalProperties"})
@@ -103,8 +108,23 @@ def _subschemas(schema: Any, path: str, root: Any) -> Iterator[tuple[Any, str]]:
             if isinstance(value, list):
                 raise SchemaRefused(f"{keyword} must be a schema, not a list: use prefixItems - at `{_short(here)}`")
             yield value, here
+        elif keyword in ("const", "enum"):
+            _check_integers(value, here)
         elif keyword == "$ref":
             yield _referred(value, root, here), here
+
+
+def _check_integers(value: Any, path: str) -> None:
+    """Raises SchemaRefused for one that would not be kept to, wherever it stands in the value."""
+    stack = [value]
+    while stack:
+        found = stack.pop()
+        if isinstance(found, dict):
+            stack += found.values()
+        elif isinstance(found, list):
+            stack += found
+        elif isinstance(found, int) and abs(found) > MOST_EXACT:
+            raise SchemaRefused(f"integers are kept to up to 2**53, got {quoted(found, 40)} - at `{_short(path)}`")
 
 
 def _referred(reference: Any, root: Any, path: str) -> Any:

@@ -405,7 +405,7 @@ async def test_a_slow_client_holds_nobody_back_and_gets_everything(start: Start)
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    said=st.text(st.sampled_from("ab \n\U0001fae0é龜"), max_size=24),
+    said=st.text(st.sampled_from('ab \n\r\x00\x85\u2028"\\\\\U0001fae0é龜'), max_size=24),
     stops=st.lists(st.text(st.sampled_from("ab \U0001fae0"), min_size=1, max_size=5), max_size=4),
     max_tokens=st.integers(1, 40),
     include=st.booleans(),
