@@ -41,7 +41,7 @@ serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
 	@exec env $(HUGE_PAGES) $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)  ## Run every deterministic test that needs no GPU
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-compat: $(RUNTIME) $(COMPAT_INSTALLED)  ## Run other people's clients (docs/compat.md); LOAD=1: the large ones too
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python OPEN_WEBUI=$(CURDIR)/$(WEBUI)/bin/open-webui OMP_WAIT_POLICY=PASSIVE \

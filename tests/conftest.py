@@ -14,6 +14,13 @@ hypothesis.settings.register_profile("pagewalk", deadline=None)
 hypothesis.settings.load_profile("pagewalk")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: no process is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("browser")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @dataclass(frozen=True)
 class Golden:
     """One prompt of tests/golden/golden.json."""

@@ -20,6 +20,8 @@ from service.engine_client import Submit
 from service.request import Sequence
 from service.scheduler import Scheduler, SchedulerSettings
 
+pytestmark = pytest.mark.slow
+
 
 def prompts() -> list[list[int]]:
     generator = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Every command of the documentation is run, or as much of it as can be run without a GPU, a network and Docker."""
 
+import functools
 import re
 import shlex
 import shutil
@@ -136,17 +137,24 @@ def test_pagewalk_takes_the_flags(page: str, command: str) -> None:
     if words[0] in ("serve", "check", "config"):
         _check_settings(words)
     elif words[0] == "bench":
-        _check_help([sys.executable, "-m", "service", *words[:2]], words[2:])
+        _check_help(words[:2], words[2:])
     elif words[0] in OPERATOR_COMMANDS:
-        _check_help([sys.executable, "-m", "service", words[0]], words[1:])
+        _check_help(words[:1], words[1:])
     else:
         parser().parse_args(words)
 
 
-def _check_help(start: list[str], words: list[str]) -> None:
-    done = subprocess.run([*start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    known = set(re.findall(r"--[a-z0-9-]+", done.stdout))
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+def _check_help(command: list[str], words: list[str]) -> None:
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert flags <= _flags_of(*command)
+
+
+@functools.cache
+def _flags_of(*command: str) -> set[str]:
+    """What `pagewalk COMMAND --help` names."""
+    start = [sys.executable, "-m", "service", *command, "--help"]
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[a-z0-9-]+", done.stdout))
 
 
 @of("docker")

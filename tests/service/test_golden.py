@@ -15,6 +15,8 @@ from golden_engine import engine, frames_for, generate, prefer
 
 from model.step_plan import SamplingParameters
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -15,6 +15,8 @@ from model.step_plan import SamplingParameters
 from service.assembly import Assembly
 from service.engine_client import BeamSearch
 
+pytestmark = pytest.mark.slow
+
 PAGE = 16
 
 

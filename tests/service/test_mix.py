@@ -16,6 +16,8 @@ from model.step_plan import SamplingParameters
 from service.assembly import Assembly
 from service.engine_client import BeamSearch
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 128  # tokens of a request
 SMALL: dict[str, Any] = {"load_format": "dummy", "max_model_len": LONGEST, "threads": 1, "max_num_seqs": 12}
 

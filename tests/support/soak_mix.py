@@ -93,14 +93,18 @@ class Case(NamedTuple):
     alone: list[Said]
 
 
-async def some_cases(draw: random.Random, alone: Alone, count: int) -> list[Case]:
-    """So many without a near tie."""
-    cases: list[Case] = []
+async def some_cases(seed: int, alone: Alone, count: int) -> list[Case]:
+    """So many without a near tie; asked for once, however often they are needed."""
+    draw, cases = random.Random(seed), KNOWN.setdefault((seed, count), [])
     while len(cases) < count:
         asked = some_request(draw, len(cases))
         if (answer := await alone.ask(*asked)) is not None:
             cases.append(Case(asked, answer))
     return cases
+
+
+KNOWN: dict[tuple[int, int], list[Case]] = {}
+"""By seed and number."""
 
 
 @dataclass
@@ -376,7 +380,7 @@ class Ran:
         draw = random.Random(seed)
         saved: list[tuple[str, Case]] = []
         async with alone_in(model, folder) as alone:
-            cases = await some_cases(draw, alone, requests)
+            cases = await some_cases(seed, alone, requests)
             for life in self.lives:
                 async with running(life, model, folder) as server:
                     mix = Mix(life, server, alone, cases, saved, draw, self.record)
