@@ -34,6 +34,7 @@ from mm.addresses import PAGE_SIZE, BoolArray, Int32Array, Int64Array
 from mm.backing_store import BackingStore
 from mm.page_copies import SwapOrders, TableChanges
 from mm.shared_prefixes import SharedPrefixes
+from model.blas_choice import products_by_lt, takes_lt
 from model.config import ModelConfig
 from model.cuda_kernels import CudaKernels, CudaStep
 from model.cuda_rows import CudaRows, row_memory_bytes
@@ -382,7 +383,7 @@ class CudaExecutor:
         report = report or Unreported()
         device = parameters.embedding.device
         loader = DeviceLoader(device.index or 0)
-        self.vocabulary = config.vocabulary
+        self._config, self.vocabulary = config, config.vocabulary
         self.stream = torch.cuda.Stream(device)
         self._raw_stream = int(self.stream.cuda_stream)
         self._device_index = device.index or 0
@@ -562,10 +563,11 @@ class CudaExecutor:
         # thread-local: another thread may page-lock memory for swap meanwhile
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
         try:
-            if size.kind.samples:
-                self._program.run(step)
-            else:
-                self._program.compute(step)
+            with products_by_lt(wanted=takes_lt(self._config, size.tokens)):
+                if size.kind.samples:
+                    self._program.run(step)
+                else:
+                    self._program.compute(step)
         except BaseException:
             with suppress(RuntimeError):  # that it captured nothing whole
                 graph.capture_end()

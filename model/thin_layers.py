@@ -39,10 +39,14 @@ those whose gate is larger, and streamed (measured: decisions 0009, 0014, 0025).
 
 def useful_rows(config: ModelConfig, capability: int) -> int:
     """The largest step of a network that should take ThinLayers on a device of such capability; 0: none."""
-    gate = 2 * config.intermediate, config.hidden
-    if _is_small(*gate):
+    if not is_large(config):
         return ROWS
-    return LARGE_ROWS if is_streamed(capability, *gate) else 0
+    return LARGE_ROWS if is_streamed(capability, 2 * config.intermediate, config.hidden) else 0
+
+
+def is_large(config: ModelConfig) -> bool:
+    """Whether a network's largest matrix of a layer has more than CUBLAS_BYTES, in 16 bits."""
+    return not _is_small(2 * config.intermediate, config.hidden)
 
 
 def _is_small(outputs: int, inputs: int) -> bool:

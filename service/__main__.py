@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Prompts are encoded one at a time beside a running engine: no threads of the tokenizer's own.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch says once, past every log, that to choose between cuBLAS and cuBLASLt (model/blas_choice.py) is experimental.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import asyncio
 import logging

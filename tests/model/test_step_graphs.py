@@ -89,7 +89,7 @@ def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
         pass
     assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
     assert graphs.find(Kind.CASCADE, 33, 33) == GraphSize(Kind.CASCADE, 48, 48)
-    assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 192, 64)
+    assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 160, 64)
 
 
 def test_full_steps_have_graphs_and_those_that_are_large_but_not_full_have_none() -> None:
@@ -114,8 +114,8 @@ def test_what_a_step_missed_is_captured_first() -> None:
     graphs = Graphs()
     assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 256, 8)
     graphs.graphs.capture_next()
-    assert graphs.later == [GraphSize(Kind.MIXED, 192, 8)]
-    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 192, 8)
+    assert graphs.later == [GraphSize(Kind.MIXED, 160, 8)]
+    assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 160, 8)
 
 
 def test_a_start_goes_on_capturing_for_a_bounded_time() -> None:
