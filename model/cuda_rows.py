@@ -8,13 +8,15 @@ The kernels that sample add to the tokens themselves; here it is seen to that th
 torch's current stream: a tensor that is given back may be used anew at once, by later work on the same stream.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from cuda.adjust import pack_lists
 from cuda.sample import want_all_logits
-from cuda.scatter import SamplingChanges, SettingsArray, greedy_settings
+from cuda.scatter import SETTINGS, SamplingChanges, SettingsArray, greedy_settings
 from mm.addresses import BoolArray, Int32Array, Int64Array
 from model.out_of_memory import is_out_of_memory
 from model.step_plan import RowSettings, SamplingParameters, StepPlan
@@ -48,28 +50,20 @@ class CudaRows:
         self._rooms: Int32Array = np.full(rows, NO_HISTORY, np.int32)
         self._reporting = 0  # rows that ask for log-probabilities
         self._want_all = np.zeros(rows, np.bool_)
+        self._none_wants = np.zeros(rows, np.bool_)
         self._wanting = 0  # rows of these
         self._starved: set[int] = set()  # rows whose words found no memory, since the last step
 
     def store(self, given: RowSettings) -> SamplingChanges:
         """Overwrite rows; enqueues the copies of their words. Raises ValueError if a row's history is missing."""
         rows, parameters = given.rows, given.parameters
-        own = greedy_settings(len(rows))
-        own["seed"] = [p.seed for p in parameters]
-        own["top_p"] = [p.top_p for p in parameters]
-        own["typical_p"] = [p.typical_p for p in parameters]
-        own["least_mass"] = [int(min(p.min_p, 1.0) * 2.0**40) for p in parameters]
-        own["temperature"] = [min(p.temperature, LARGEST) for p in parameters]
-        own["repetition"] = [min(max(p.repetition_penalty, SMALLEST), LARGEST) for p in parameters]
-        own["presence"] = [p.presence_penalty for p in parameters]
-        own["frequency"] = [p.frequency_penalty for p in parameters]
-        own["top_k"] = [p.top_k for p in parameters]
-        own["log_probs"] = [p.logprobs for p in parameters]
-        own["min_tokens"] = [p.min_tokens for p in parameters]
-        own["prompt"] = given.prompts if len(given.prompts) else 0
+        prompts = given.prompts.tolist() if len(given.prompts) else [0] * len(rows)
+        own = np.array([_record(p, prompt) for p, prompt in zip(parameters, prompts, strict=True)], SETTINGS)
         before = self.settings["log_probs"][rows]
-        self._reporting += int((own["log_probs"] >= 0).sum()) - int((before >= 0).sum())
-        wanting = want_all_logits(own, self._vocabulary)
+        self._reporting += sum(p.logprobs >= 0 for p in parameters) - int((before >= 0).sum())
+        wanting = self._none_wants[: len(rows)]
+        if not all(p.is_greedy and p.logprobs < 0 for p in parameters):
+            wanting = want_all_logits(own, self._vocabulary)
         self._wanting += int(wanting.sum()) - int(self._want_all[rows].sum())
         self._want_all[rows] = wanting
         for i, (row, p) in enumerate(zip(rows.tolist(), parameters, strict=True)):
@@ -172,6 +166,28 @@ class CudaRows:
             if torch.device(self._device).type == "cuda":
                 torch.cuda.empty_cache()
         return None
+
+
+def _record(p: SamplingParameters, prompt: int) -> tuple[Any, ...]:
+    """A row of SETTINGS, without words: filled at once, since a field of a record costs numpy 4 us to assign."""
+    return (
+        p.seed,
+        p.top_p,
+        p.typical_p,
+        int(min(p.min_p, 1.0) * 2.0**40),
+        0,
+        0,
+        min(p.temperature, LARGEST),
+        min(max(p.repetition_penalty, SMALLEST), LARGEST),
+        p.presence_penalty,
+        p.frequency_penalty,
+        p.top_k,
+        p.logprobs,
+        prompt,
+        p.min_tokens,
+        0,
+        (0, 0, 0),
+    )
 
 
 def _has_lists(parameters: SamplingParameters) -> bool:

@@ -130,6 +130,7 @@ class Scheduler:
         self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
         self._committed_s = 0.0
         self._waits_for_compute = False
+        self._stand_still = False  # whether somebody did when it was reported last
         self.compute_pressure = PressureMeter()  # who waits for places and the budget of steps
         self._admission = Admission(
             memory,
@@ -561,6 +562,8 @@ class Scheduler:
     def _report_pressure(self) -> None:
         """Who stands still for want of pages, and who gets on. Waiting ones beyond LOOK_AHEAD are not counted."""
         all_ = self.sequences
+        if not (all_.swapped or all_.waiting or self._stand_still):
+            return  # nobody does, as before
         still = Counter(sequence.tenant for sequence in all_.swapped.values())
         passed_by: set[str] = set()
         for sequence in all_.waiting.in_order(LOOK_AHEAD, passed_by):
@@ -569,6 +572,7 @@ class Scheduler:
             still[sequence.tenant] += 1
             if sequence.held_at >= 0:
                 passed_by.add(sequence.tenant)  # those behind it wait for their turn
+        self._stand_still = bool(still)
         self.memory.report_pressure(still, all_.running_by_tenant)
 
     def _report_compute_pressure(self, now: float) -> None:
