@@ -47,3 +47,27 @@ def test_the_choice_ends_with_the_capture_also_when_that_fails(wanted, monkeypat
     with pytest.raises(ZeroDivisionError):
         capture()
     assert chosen[-1] == "cublas"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [32, 96, 208])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (2000, 4096)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_captured_product_is_right_by_either_library(rows, outputs, inputs, out_dtype) -> None:
+    """As the network has them: 16 bits, into a given result of 16 bits, or of 32 as the head's."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5).bfloat16()
+    expected = x.double() @ weight.double().t()
+    errors = []
+    for wanted in (False, True):
+        out = torch.full((rows, outputs), torch.nan, dtype=out_dtype, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with products_by_lt(wanted=wanted), torch.cuda.graph(graph):
+            if out_dtype == torch.float32:
+                torch.mm(x, weight.t(), out_dtype=out_dtype, out=out)
+            else:
+                torch.mm(x, weight.t(), out=out)
+        graph.replay()
+        errors.append(float((out.double() - expected).abs().max() / expected.abs().max()))
+    assert max(errors) <= (2**-8 if out_dtype == torch.bfloat16 else 2**-16)
