@@ -37,6 +37,8 @@ class PagedPrefill:
         layout = pool.layout
         if query_heads % layout.kv_heads:
             raise ShapeMismatch(f"{query_heads} query heads do not share {layout.kv_heads} kv heads evenly")
+        if query_heads // layout.kv_heads > BLOCK_ROWS:
+            raise ShapeMismatch(f"{query_heads // layout.kv_heads} query heads a kv head: at most {BLOCK_ROWS}")
         self.pool, self.query_heads = pool, query_heads
         self.group = query_heads // layout.kv_heads
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)

@@ -13,14 +13,10 @@
 // Keys and values come by different warps because keys are waited for a tile earlier: one warp for both would wait for a
 // consumer that waits for it. Tiles of all items are one stream. Per tile, from the diagonal backwards, a warpgroup sets
 // S = Q K_i and O += P_(i-1) V_(i-1) going together and computes softmax(S) beside the second of them; then P is packed.
-// The two take turns, so that one computes its softmax while the tensor cores are the other's:
-//
-//     tensor cores     S0 O0 │ S1 O1 │ S0 O0 │ S1 O1 │ ...
-//     warpgroup 1           softmax   │      softmax   │
-//     warpgroup 2                    softmax   │      softmax
+// Nothing keeps the two in step: while one computes its softmax, the tensor cores have the other's products.
 //
 // Where an item ends, the next one's first S is set going beside its last O, which is stored beside that one's softmax.
-// What is taken from the scores before the exponential is seldom raised: only when a score exceeds it by 2^8, since
+// What is taken from the scores before the exponential is seldom raised: only when a score is far above it, since
 // float32 has room for more and P is as exact as before. Bound by tensor cores, and by the card's power.
 //
 // paged_prefill_hopper:
@@ -41,29 +37,21 @@
 //   members [any]          places in the batch; member m of an item has its part at first part + m * parts
 // May begin before the kernel that writes q has ended: pages, tables and work must come from kernels that ended before.
 // Rows past the last token repeat its queries, pages past the end the last page: finite, not stored.
-#include "prefill_work.cuh"
+#include "prefill_items.cuh"
 
-constexpr int ROWS = 128, GROUP_ROWS = 64, TILE = HOPPER_TILE, TILE_PAGES = TILE / PAGE_SIZE, THREADS = 384;
+constexpr int GROUP_ROWS = 64, THREADS = 384;
 
-struct __align__(16) Item {  // or a piece of one. tiles 0: there is no more work
-  int tiles, last_tile, table, kv_head;        // table: place of its first page in the page tables
-  int first_row, first_token, tokens, cached;  // shared_prefix: tokens are members, first_token is the first of them
-  int pages;                                   // that its rows see
-  int first_part, parts;  // shared_prefix: of the first member, of each. Else the parts that others have of the item
-  int own_part;           // where a piece that does not begin its item leaves its part; -1: it begins it
-};
-
-constexpr int KEY_STAGES = 3, VALUE_STAGES = 2, QUERY_SLOTS = 2, ITEMS = 8, SHORT_TILES = 4;
-constexpr int PASS = 6;  // products of outputs before the turn goes to the other warpgroup, whose first then follow at once
+constexpr int KEY_STAGES = 3, VALUE_STAGES = 2, QUERY_SLOTS = 2, ITEMS = 4;
+constexpr int LONG_TILES = 5, NEAR_TILES = 3;  // behind an item of so many tiles the next is taken when so many are to be fetched
 enum Barrier { KEYS_FULL = 0, VALUES_FULL = KEYS_FULL + KEY_STAGES, KEYS_FREE = VALUES_FULL + VALUE_STAGES,
                VALUES_FREE = KEYS_FREE + KEY_STAGES, ITEM_FULL = VALUES_FREE + VALUE_STAGES,
                ITEM_FREE = ITEM_FULL + ITEMS, QUERIES_FULL = ITEM_FREE + ITEMS,
-               QUERIES_FREE = QUERIES_FULL + 2 * QUERY_SLOTS, BARRIERS = QUERIES_FREE + 2 * QUERY_SLOTS };
+               QUERIES_FREE = QUERIES_FULL + 2 * QUERY_SLOTS, NEAR_END = QUERIES_FREE + 2 * QUERY_SLOTS, BARRIERS };
 constexpr int ITEM_READERS = 11;  // warps: 8 that compute, 3 that fetch
 template <int D> constexpr int PART = 256 * (D / 2 + 4);  // floats of a part of an item
 constexpr int KEPT = 40, WANTED = 232;  // registers of threads that fetch, that compute
 static_assert(KEPT * 128 + WANTED * 256 <= 65536 / THREADS / 8 * 8 * THREADS, "else they wait for each other");
-constexpr float SLACK = 8.f;  // log2 of what the sum of a row may be too large by
+constexpr float MOST = 16384.f;  // that a thread's probabilities of a tile may add up to: any of them is a number in fp16
 
 struct Place {  // in a ring
   int count, at = 0;
@@ -71,90 +59,6 @@ struct Place {  // in a ring
   __device__ __forceinline__ Place(int count) : count(count) {}
   __device__ __forceinline__ void advance() {
     if (++at == count) at = 0, parity ^= 1;
-  }
-};
-
-// Where items come from, of all kv heads together. One thread takes them, and has what lies in `left`
-struct Left {
-  int item = 0, done = 0, tiles = 0, piece = 0;  // of the piece it is at: the next item and the tiles of it before
-};
-struct CausalWork {
-  const int* rows;
-  const int* lengths;
-  const int* query_starts;
-  const int2* work;
-  const int* work_count;
-  const PrefillPieces* pieces;
-  u32* counters;
-
-  __device__ __forceinline__ Item take(Left& left, int group, int kv_heads, int max_pages) const {
-    Item item = {};
-    bool is_piece = left.tiles > 0;
-    if (!is_piece) {
-      const u32 next = atomicAdd(counters, 1u);
-      const u32 whole = pieces->whole, count = pieces->count;
-      if (next >= whole + count) {
-        if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
-        return item;
-      }
-      left.item = next;
-      left.done = 0;
-      is_piece = next >= whole;
-      if (is_piece) {  // from the last on: a block waits for parts of pieces that were taken before its own only
-        left.piece = count - 1 - (next - whole);
-        const int2 start = pieces->starts()[left.piece];
-        left.item = start.x;
-        left.done = start.y;
-        left.tiles = min(pieces->size, pieces->total - left.piece * pieces->size);
-      }
-    }
-    const int total = work_count[0];
-    item.kv_head = left.item / total;
-    const int2 block = work[left.item - item.kv_head * total];
-    item.first_row = block.y * ROWS;
-    item.first_token = query_starts[block.x];
-    item.tokens = query_starts[block.x + 1] - item.first_token;
-    item.cached = lengths[block.x] - item.tokens;
-    item.pages = pages_of(item.cached + min((item.first_row + ROWS - 1) / group, item.tokens - 1) + 1);
-    item.table = rows[block.x] * max_pages;
-    item.tiles = (item.pages + TILE_PAGES - 1) / TILE_PAGES;
-    item.own_part = -1;
-    if (is_piece) {
-      const int mine = min(item.tiles - left.done, left.tiles), behind = item.tiles - left.done - mine;
-      if (left.done) item.own_part = left.piece;
-      else item.parts = (behind + pieces->size - 1) / pieces->size;
-      item.first_part = left.piece + 1;
-      item.tiles = mine;
-      item.last_tile = behind;
-      left.tiles -= mine;
-      left.done = 0;
-      ++left.item;
-    }
-    return item;
-  }
-};
-struct SharedWork {
-  const int* work;
-  const int* members;
-  float* parts;
-
-  // In turn, without a counter: the list is even, and nothing of the launch before need have ended
-  __device__ __forceinline__ Item take(Left& left, int group, int kv_heads, int max_pages) const {
-    Item item = {};
-    const int total = work[0], next = blockIdx.x + left.item++ * gridDim.x;
-    if (next < total * kv_heads) {
-      item.kv_head = next / total;
-      const int* const entry = work + 4 + (next - item.kv_head * total) * 8;
-      item.table = entry[0] * max_pages + entry[1];
-      item.pages = entry[2];
-      item.first_token = entry[3];
-      item.tokens = entry[4];
-      item.first_row = entry[5] * ROWS;
-      item.first_part = entry[6];
-      item.parts = entry[7];
-      item.tiles = (item.pages + TILE_PAGES - 1) / TILE_PAGES;
-    }
-    return item;
   }
 };
 
@@ -174,7 +78,7 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
   if (threadIdx.x == 0) {
     for (int i = 0; i < BARRIERS; ++i) {
       const bool by_tile = i >= KEYS_FREE && i < ITEM_FULL, by_item = i >= ITEM_FREE && i < QUERIES_FULL;
-      barrier_init(first_barrier + i * 8, by_tile ? 8 : by_item ? ITEM_READERS : i >= QUERIES_FREE ? 4 : i >= QUERIES_FULL ? 32 : 1);
+      barrier_init(first_barrier + i * 8, by_tile ? 8 : by_item ? ITEM_READERS : i == NEAR_END ? 1 : i >= QUERIES_FREE ? 4 : i >= QUERIES_FULL ? 32 : 1);
     }
     barrier_init_fence();
   }
@@ -195,6 +99,14 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     const Item item = items[slot];
     free_item(slot);
     return item;
+  };
+
+  // Of a row of an item: its token, and which head of the group. Row + block_head < ROWS + group, so this divides exactly
+  const int reciprocal = 65536 / group + 1;
+  auto token_of = [&](const Item& item, int row, int& head) {
+    const int within = item.block_head + row, tokens = within * reciprocal >> 16;
+    head = within - tokens * group;
+    return item.block_token + tokens;
   };
 
   if (threadIdx.x < 128) {  // ---- warps that fetch
@@ -220,6 +132,9 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
           }
           place.advance();
           if (tile > item.last_tile) frame = frame_of(tile - 1);
+          if (which == 0 && lane == 0 && tile == item.last_tile + NEAR_TILES && item.tiles >= LONG_TILES) {
+            barrier_arrive(barrier(NEAR_END, 0));
+          }
         }
       }
     };
@@ -229,12 +144,15 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
       fetch_tiles(Place(VALUE_STAGES), VALUES_FULL, VALUES_FREE, values, 1);
     } else if (warp == 2) {  // items
       Left left;
-      int tiles = 0;  // of the last one
-      for (u32 done = 0; lane == 0; ++seen) {  // done: those that are computed
-        // Several short ones ahead, since it takes microseconds until one's queries are there; behind a long one no
-        // more than one, so that they go to the blocks that come to them first
-        for (; seen - done > (tiles > SHORT_TILES ? 1 : ITEMS - 1); ++done) {
-          barrier_wait(barrier(ITEM_FREE, done % ITEMS), done / ITEMS & 1);
+      int tiles = 0;         // of the last one
+      u32 near_parity = 0;
+      for (; lane == 0; ++seen) {
+        if (seen >= ITEMS) barrier_wait(barrier(ITEM_FREE, seen % ITEMS), seen / ITEMS - 1 & 1);
+        // Short ones are taken ahead, since it takes microseconds until one's queries are there; what comes behind a
+        // long one not long before it is begun, so that it goes to the block that comes to it first
+        if (tiles >= LONG_TILES) {
+          barrier_wait(barrier(NEAR_END, 0), near_parity);
+          near_parity ^= 1;
         }
         const Item item = source_of_work.take(left, group, kv_heads, max_pages);
         items[seen % ITEMS] = item;
@@ -250,24 +168,25 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
         if (item.tiles == 0) break;
         for (int mine = 0; mine < 2; ++mine) {
           constexpr int CHUNKS = D / 8, AT_ONCE = 32 / CHUNKS;  // rows
-          i64 sources[2];  // of rows `lane`, `lane + 32`: found once, since this warp must keep up with short items
+          int sources[2];  // of rows `lane`, `lane + 32`, in chunks: found once, since this warp must keep up with short items
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int packed = item.first_row + mine * GROUP_ROWS + i * 32 + lane, token = packed / group;
+            int head;
+            const int token = token_of(item, mine * GROUP_ROWS + i * 32 + lane, head);
             int query = item.first_token + min(token, item.tokens - 1);
             if constexpr (SHARED) query = source_of_work.members[query];
-            sources[i] = query * q_stride + (item.kv_head * group + packed - token * group) * D;
+            sources[i] = query * (int)(q_stride / 8) + (item.kv_head * group + head) * CHUNKS;
           }
           barrier_wait(barrier(QUERIES_FREE, slot * 2 + mine), parity ^ 1);
           const u32 target = queries + (slot * 2 + mine) * GROUP_ROWS * QUERY;
           const int chunk = lane % CHUNKS;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-#pragma unroll 1
+#pragma unroll 4
             for (int first = 0; first < 32; first += AT_ONCE) {
               const int row = first + lane / CHUNKS;
-              const i64 source = __shfl_sync(ALL_LANES, sources[i], row);
-              async_copy_16(target + blob_offset<D>(i * 32 + row, chunk), q + source + chunk * 8);
+              const int source = __shfl_sync(ALL_LANES, sources[i], row);
+              async_copy_16(target + blob_offset<D>(i * 32 + row, chunk), (const uint4*)q + source + chunk);
             }
           }
           async_copy_arrive(barrier(QUERIES_FULL, slot * 2 + mine));
@@ -291,14 +210,14 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
   const u64 value_matrix = matrix_descriptor(values, 1024, EIGHT_ROWS);
   Place k_place(KEY_STAGES), v_place(VALUE_STAGES);
   auto begin = [&](const Item& item) {
-    const int first_row = item.first_row + mine * GROUP_ROWS;
+    int head;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       shift[i] = NEGATIVE_INFINITY;
       sum[i] = 0.f;
     }
     // all rows see all of the tiles before
-    first_masked = (SHARED ? item.pages * PAGE_SIZE : item.cached + first_row / group + 1) / TILE;
+    first_masked = (SHARED ? item.pages * PAGE_SIZE : item.cached + token_of(item, mine * GROUP_ROWS, head) + 1) / TILE;
     const u32 item_number = seen - 1;
     const int slot = (int)(item_number % QUERY_SLOTS) * 2 + mine, row = warp * 16 + (lane & 15);
     barrier_wait(barrier(QUERIES_FULL, slot), item_number / QUERY_SLOTS & 1);
@@ -309,8 +228,6 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     __syncwarp();
     if (lane == 0) barrier_arrive(barrier(QUERIES_FREE, slot));
   };
-  auto my_turn = [&] { turn_wait(1 + mine); };
-  auto your_turn = [&] { turn_pass(2 - mine); };
   auto wait_keys = [&] { barrier_wait(barrier(KEYS_FULL, k_place.at), k_place.parity); };
   auto scores = [&] {
     wgmma_begin();
@@ -322,10 +239,9 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     wgmma_commit();
   };
   auto wait_values = [&] { barrier_wait(barrier(VALUES_FULL, v_place.at), v_place.parity); };
-  auto outputs = [&](bool passes) {
+  auto outputs = [&] {
 #pragma unroll
     for (int k = 0; k < TILE_PAGES; ++k) {
-      if (passes && k == PASS) your_turn();
       const u64 matrix = value_matrix + (v_place.at * STAGE + k * PAGE) / 16;
       wgmma_registers<E>(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], matrix);
     }
@@ -339,44 +255,92 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     if (lane == 0) barrier_arrive(barrier(VALUES_FREE, v_place.at));
     v_place.advance();
   };
-  auto softmax = [&](int tile, const Item& item) {  // scores become probabilities; factor: what older sums and outputs are worth now
-    if (tile >= first_masked) {
-      int position[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = item.first_row + my_row() + (lane >> 2) + i * 8;
-        position[i] = SHARED ? item.pages * PAGE_SIZE - 1 : item.cached + row / group;
-      }
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        if (tile * TILE + (i >> 2) * 8 + pair * 2 + (i & 1) > position[i >> 1 & 1]) s[i] = NEGATIVE_INFINITY;
-      }
-    }
-    float highest[2];
+  // By the first lane, so that the compiler sees that the loop's numbers, and with them descriptors, are a warp's
+  auto of_warp = [&](int x) { return __shfl_sync(ALL_LANES, x, 0); };
+  // The first COUNT scores of a row's lane: all, or those of the first half of the tile
+  auto mask = [&](const int count, int tile, const Item& item) {
+    if (tile < first_masked) return;
+    int last[2];  // column that is seen
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      highest[i] = fmaxf(s[2 * i], s[2 * i + 1]);
-#pragma unroll
-      for (int j = 2 * i + 4; j < 64; j += 4) highest[i] = fmaxf(highest[i], fmaxf(s[j], s[j + 1]));
-      highest[i] *= scale;
+      int head;
+      const int token = token_of(item, my_row() + (lane >> 2) + i * 8, head);
+      last[i] = (SHARED ? item.pages * PAGE_SIZE - 1 : item.cached + token) - tile * TILE - pair * 2;
     }
-    has_moved = __any_sync(ALL_LANES, highest[0] > shift[0] + SLACK || highest[1] > shift[1] + SLACK);
-    if (has_moved) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float top = fmaxf(shift[i], warp_max<4>(highest[i]));
-        factor[i] = exp2_fast(shift[i] - (top == NEGATIVE_INFINITY ? 0.f : top));
-        shift[i] = top;
-        sum[i] *= factor[i];
-      }
+    for (int i = 0; i < count; ++i) {
+      if ((i >> 2) * 8 + (i & 1) > last[i >> 1 & 1]) s[i] = NEGATIVE_INFINITY;
     }
-    // no key of the tiles so far is seen by the row: of minus infinity nothing is taken
-    const float taken[2] = {shift[0] == NEGATIVE_INFINITY ? 0.f : shift[0],
-                            shift[1] == NEGATIVE_INFINITY ? 0.f : shift[1]};
+  };
+  auto exponentials = [&](const int count, const float (&taken)[2], float (&total)[2]) {
+    total[0] = total[1] = 0.f;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < count; ++i) {
       s[i] = exp2_fast(fmaf(s[i], scale, -taken[i >> 1 & 1]));
-      sum[i >> 1 & 1] += s[i];
+      total[i >> 1 & 1] += s[i];
+    }
+  };
+  // What is taken rises to the largest score. factor: what older sums and outputs are worth then
+  auto raised_softmax = [&](const int count) {
+    float taken[2], total[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float highest = fmaxf(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+      for (int j = 2 * i + 4; j < count; j += 4) highest = fmaxf(highest, fmaxf(s[j], s[j + 1]));
+      const float top = fmaxf(shift[i], warp_max<4>(highest * scale));
+      // no key of the tiles so far is seen by the row: of minus infinity nothing is taken
+      taken[i] = top == NEGATIVE_INFINITY ? 0.f : top;
+      factor[i] = exp2_fast(shift[i] - taken[i]);
+      shift[i] = top;
+    }
+    exponentials(count, taken, total);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum[i] = fmaf(sum[i], factor[i], total[i]);
+  };
+  auto scores_again = [&](int pages) {  // by this warp alone. Of pages past the end nothing is left by mask
+    const int matrix = lane >> 3, matrix_row = lane & 7;
+#pragma unroll
+    for (int page = 0; page < TILE_PAGES; ++page) {
+      if (page >= pages) break;
+      float c[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < K_STEPS; ++k) {
+        u32 b[4];
+        const int place = blob_offset<D>((matrix >> 1) * 8 + matrix_row, 2 * k + (matrix & 1));
+        load_matrices(b, keys + k_place.at * STAGE + page * PAGE + place);
+        mma<E>(c[0], query[k][0], query[k][1], query[k][2], query[k][3], b[0], b[1]);
+        mma<E>(c[1], query[k][0], query[k][1], query[k][2], query[k][3], b[2], b[3]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) s[8 * page + i] = c[i >> 2][i & 3];
+    }
+  };
+  // Scores become probabilities. Their largest is not looked for: a sum shows if one is far above what is taken (or if
+  // nothing was to take, or one is NaN), and then the scores, which are gone, are computed once more
+  auto softmax = [&](int tile, const Item& item) {
+    mask(64, tile, item);
+    float total[2];
+    exponentials(64, shift, total);
+    has_moved = __any_sync(ALL_LANES, !(total[0] <= MOST && total[1] <= MOST));
+    if (has_moved) {
+      scores_again(of_warp(item.pages - tile * TILE_PAGES));
+      mask(64, tile, item);
+      raised_softmax(64);
+    } else {
+      sum[0] += total[0];
+      sum[1] += total[1];
+    }
+  };
+  auto first_softmax = [&](int tile, const Item& item) {
+    if (of_warp(item.pages - tile * TILE_PAGES) > TILE_PAGES / 2) {
+      mask(64, tile, item);
+      raised_softmax(64);
+    } else {  // nobody sees more
+      mask(32, tile, item);
+      raised_softmax(32);
+#pragma unroll
+      for (int i = 32; i < 64; ++i) s[i] = 0.f;
     }
   };
   auto is_done = [&] { return __any_sync(ALL_LANES, sum[0] + sum[1] < 0.f); };
@@ -384,8 +348,6 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
 #pragma unroll
     for (int i = 0; i < 32; ++i) p[i] = pack2<E>(s[2 * i], s[2 * i + 1]);
   };
-  // By the first lane, so that the compiler sees that the loop's numbers, and with them descriptors, are a warp's
-  auto of_warp = [&](int x) { return __shfl_sync(ALL_LANES, x, 0); };
   // A part in global memory: what its lanes have, 4 numbers at a time, those of the block's threads beside each other
   auto part_at = [&](int part, int i) {
     return (float4*)(parts + (i64)part * PART<D>) + i * 256 + (threadIdx.x - 128);
@@ -437,8 +399,9 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = item.first_row + my_row() + (lane >> 2) + i * 8;
-      const int token = row / group, head = item.kv_head * group + row - token * group;
+      int head;
+      const int token = token_of(item, my_row() + (lane >> 2) + i * 8, head);
+      head += item.kv_head * group;
       const float total = warp_sum<4>(item_sum[i]);
       if constexpr (SHARED) {
         if (token >= item.tokens) continue;
@@ -471,7 +434,6 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     }
   };
 
-  if (mine == 1) turn_pass(1);
   int slot = next_item(), last_tile = of_warp(items[slot].last_tile);
   int tile = of_warp(last_tile + items[slot].tiles - 1);
   if (tile >= last_tile) {
@@ -479,25 +441,21 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
 #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
     wait_keys();
-    my_turn();
     scores();
-    your_turn();
     wgmma_wait<0>();
+    first_softmax(tile, items[slot]);
     free_keys();
-    softmax(tile, items[slot]);
     pack();
     if (tile > last_tile) wait_keys();
     for (;;) {
       while (--tile >= last_tile) {
         wait_values();
-        my_turn();
         scores();
-        outputs(true);
+        outputs();
         wgmma_wait<1>();
+        softmax(tile, items[slot]);  // its branch keeps the compiler from waiting for the outputs above the exponentials
         free_keys();
-        softmax(tile, items[slot]);
-        // The branch here keeps the compiler from waiting for the outputs above the exponentials
-        if (is_done() | (tile > last_tile)) wait_keys();
+        if (tile > last_tile) wait_keys();
         wgmma_wait<0>();
         free_values();
         if (has_moved) {
@@ -514,12 +472,11 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
       begin(items[next]);
       wait_keys();
       wait_values();
-      my_turn();
       scores();
-      outputs(true);
+      outputs();
       wgmma_wait<1>();
+      first_softmax(tile, items[next]);
       free_keys();
-      softmax(tile, items[next]);
       if (is_done() | (tile > last_tile)) wait_keys();
       wgmma_wait<0>();
       free_values();
@@ -532,12 +489,11 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
     }
     wait_values();
     wgmma_begin();
-    outputs(false);
+    outputs();
     wgmma_wait<0>();
     free_values();
     store(items[slot], shift, sum);
   }
-  if (mine == 0) turn_wait(1);
 }
 
 template <class E, int D>

@@ -236,9 +236,6 @@ template <int COUNT> __device__ __forceinline__ void want_registers() {
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
   return (u64)((address & 0x3ffffu) >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
 }
-// Two warpgroups take turns by a barrier each: one waits at its own, which the other passes
-__device__ __forceinline__ void turn_wait(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
-__device__ __forceinline__ void turn_pass(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
 // Before the first wgmma, and where registers that one uses were written since the last
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -30,12 +30,22 @@ def portable(request) -> bool:
 
 
 def run(
-    device, generator, chunks, *, portable, heads, kv_heads, head_dim=128, dtype=torch.bfloat16, spare_blocks=2
+    device,
+    generator,
+    chunks,
+    *,
+    portable,
+    heads,
+    kv_heads,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    spare_blocks=2,
+    loud=(slice(0), 1.0),
 ) -> float:
     """Prefill all chunks at once, twice with one list: the same bits, and counters at rest. The worst error."""
     lengths = [length for _, length in chunks]
     counts = torch.tensor([new for new, _ in chunks])
-    case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1)
+    case = paged_case(FrameLayout(2, kv_heads, head_dim, dtype), lengths, device.name, generator, layer=1, loud=loud)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     q = torch.randn(int(starts[-1]), heads * head_dim, generator=generator).to(dtype)
     out = torch.full_like(q, float("nan"), device=device.name)
@@ -91,6 +101,16 @@ def test_a_block_walks_over_many_tiles_and_items(device, generator, portable) ->
     """Both stages of everything are used several times over, also across the border between two items."""
     chunks = [(3, 700), (70, 130), (1, 257), (40, 40)]
     assert run(device, generator, chunks, portable=portable, heads=6, kv_heads=2, head_dim=64) < LIMIT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [10.0, 40.0, 400.0])
+def test_a_tile_may_have_scores_far_above_those_before(device, generator, factor, dtype, portable) -> None:
+    """What is taken from the scores rises with them, wherever the loud keys lie: 2^20, past fp16, past float32."""
+    chunks = [(40, 700), (40, 170)]
+    for tokens in (slice(10, 14), slice(300, 302), slice(0, 600, 97)):
+        shape = {"heads": 4, "kv_heads": 1, "head_dim": 64, "dtype": dtype, "loud": (tokens, factor)}
+        assert run(device, generator, chunks, portable=portable, **shape) < LIMIT
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,8 @@ def test_a_step_too_large_for_the_list_is_refused(device, generator) -> None:
     prefill = PagedPrefill(device.loader, case.pool, 1, max_tokens=128)
     with pytest.raises(ShapeMismatch, match="blocks"):
         prefill.plan(device.stream, case.lengths, case.lengths, 2000)
+    with pytest.raises(ShapeMismatch, match="at most 128"):
+        PagedPrefill(device.loader, case.pool, 129, max_tokens=128)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 128)])

@@ -134,8 +134,6 @@ struct Fiber {
 struct Block {
   int alive, arrived, vote, result;
   u32 generation = 0;
-  int turn_arrived[16];  // by barrier of turns
-  u32 turn_generation[16];
 };
 
 static std::vector<Fiber> fibers;
@@ -566,18 +564,6 @@ template <int COUNT> void want_registers() {}
 inline u64 matrix_descriptor(u32 address, u32 columns, u32 rows) {
   if (address >= 1 << 18 || (address | columns | rows) % 16) emulator::fail("a matrix that no descriptor can name");
   return (u64)(address >> 4) | (u64)(columns >> 4) << 16 | (u64)(rows >> 4) << 32 | (u64)1 << 62;
-}
-inline void turn_pass(int name) {
-  emulator::Block& block = emulator::blocks[emulator::block];
-  if (++block.turn_arrived[name] < 256) return;
-  block.turn_arrived[name] = 0;
-  ++block.turn_generation[name];
-}
-inline void turn_wait(int name) {
-  const u32& generation = emulator::blocks[emulator::block].turn_generation[name];
-  const u32 seen = generation;
-  turn_pass(name);
-  if (generation == seen) emulator::yield_until_changed(&generation, seen);
 }
 inline void wgmma_begin() { emulator::fibers[emulator::current].has_begun = true; }
 inline void wgmma_commit() { ++emulator::fibers[emulator::current].product_group; }

@@ -35,9 +35,10 @@ def paged_case(
     *,
     layer: int = 0,
     spare_rows: int = 3,
+    loud: tuple[slice, float] = (slice(0), 1.0),
 ) -> PagedCase:
     """Sequences of the given lengths. Places past a sequence's end in its last page hold JUNK; unused frames hold JUNK
-    too.
+    too. loud: tokens of each sequence, and what their keys are multiplied with.
     """
     pages = [-(-length // PAGE) for length in lengths]
     frames = sum(pages) + 5
@@ -56,6 +57,8 @@ def paged_case(
         stored[:, :length] = torch.randn(2, length, layout.kv_heads, layout.head_dim, generator=generator).to(
             layout.dtype
         )
+        tokens, factor = loud
+        stored[0, :length][tokens] *= factor
         k, v = stored.unflatten(1, (count, PAGE)).transpose(2, 3).to(device)  # (count, KH, PAGE, D)
         if count:
             pool.write(mine.to(device), layer, k, v)
