@@ -22,7 +22,7 @@ from bench.sampling_kernels import measure_sampling
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
 from cuda.launch import DeviceLoader
-from cuda.paged_decode import FEW, MANY_NARROW, MANY_WIDE, DecodeShape, PagedDecode
+from cuda.paged_decode import FEW_NARROW, MANY_NARROW, WIDE, DecodeShape, PagedDecode
 from cuda.paged_prefill import PagedPrefill
 from cuda.rms_norm import RmsNorm
 from cuda.shared_prefix import SharedPrefix
@@ -32,7 +32,7 @@ from mm.shared_prefixes import SharedPrefixes
 STREAM_BYTES_PER_S = 4.53e12  # read-only, measured on an H200
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 L2_BYTES = 60e6
-SHAPES = {"few": FEW, "wide": MANY_WIDE, "narrow": MANY_NARROW}
+SHAPES = {"wide": WIDE, "few": FEW_NARROW, "narrow": MANY_NARROW}
 
 
 def ragged(count: int, low: int, high: int) -> list[int]:

@@ -14,10 +14,11 @@ from cuda.tensors import check_rows, check_tensor, element_of
 MAX_SEQUENCES = 1024  # the plan kernel is one block with one thread a sequence
 MAX_BLOCKS = 1024  # that it can give work to
 LEAST_PAGES = 8  # a block: shorter ranges cost more in merging than they gain
-SNAP_PAGES = 16  # of 128 dims; twice as many of 64, here and below
+SNAP_PAGES = 32
 """A block's range begins at the edge of an item that is at most so far from where an even cut would have it. Measured
-on an H200 (8B shape, microseconds with 0 / 16 / 32): 64 x 300 24.0 / 21.3 / 21.3, 256 x 128 38.1 / 33.3 / 33.4."""
-UNEVEN_PAGES = 24
+on an H200 (8B shape, microseconds with 16 / 32): 64 x 2,048 125.0 / 124.1, 256 x 1,024 248.9 / 247.3, 8 x 8,192 63.9 /
+64.3; with 0 / 8 (blocks of half the size): 64 x 300 24.0 / 21.3."""
+UNEVEN_PAGES = 24  # of 128 dims; twice as many of 64
 """An item may be so much longer than an even range, and still be left to one block. Measured likewise: 56 pages more (1
 x 1,024) cost 1.8 us, 30 (4 x 600) nothing; with 64 dims, 30 pages gain 0.8 us and 52 (8 x 1,024) 0.1."""
 UNWRITTEN = -1  # the bits of a number that no block has handed to another
@@ -26,8 +27,8 @@ PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """How the kernel fills a multiprocessor. Chosen by measurement: few items want many warps for each, many want many
-    blocks.
+    """How the kernel fills a multiprocessor. Chosen by measurement: with 64 dims, few items want many warps for each,
+    many want many blocks.
     """
 
     warps: int
@@ -35,9 +36,9 @@ class DecodeShape:
     blocks_per_multiprocessor: int
 
 
-FEW = DecodeShape(8, 2, 1)
-MANY_WIDE = DecodeShape(4, 3, 2)  # heads of 128 dims: for a third block there are too few registers
-MANY_NARROW = DecodeShape(4, 2, 3)  # of 64 dims
+WIDE = DecodeShape(8, 3, 1)  # heads of 128 dims
+FEW_NARROW = DecodeShape(8, 2, 1)  # of 64 dims
+MANY_NARROW = DecodeShape(4, 2, 3)
 BEFORE_HOPPER = DecodeShape(4, 2, 1)  # 99 KB of shared memory a block at most (Ada)
 MAX_FEW_ITEMS = 128  # sequences * kv heads
 
@@ -61,14 +62,15 @@ class PagedDecode:
         self._scale = math.log2(math.e) / math.sqrt(layout.head_dim)
         self._multiprocessors = loader.multiprocessors
         narrow = 128 // layout.head_dim
-        self._snap_pages, self._uneven_pages = SNAP_PAGES * narrow, UNEVEN_PAGES * narrow
+        self._uneven_pages = UNEVEN_PAGES * narrow
         if shape is not None:
             self._shapes = [(MAX_SEQUENCES * self.items, shape)]
         elif loader.capability < 90:
             self._shapes = [(MAX_SEQUENCES * self.items, BEFORE_HOPPER)]
+        elif layout.head_dim > 64:
+            self._shapes = [(MAX_SEQUENCES * self.items, WIDE)]
         else:
-            many = MANY_WIDE if layout.head_dim > 64 else MANY_NARROW
-            self._shapes = [(MAX_FEW_ITEMS, FEW), (MAX_SEQUENCES * self.items, many)]
+            self._shapes = [(MAX_FEW_ITEMS, FEW_NARROW), (MAX_SEQUENCES * self.items, MANY_NARROW)]
         (self._plan_kernel,) = loader.load("decode_plan.cu", [KernelSpec("decode_plan", "PPPiiiiiiiiPPP", 1024)])
         kernels = loader.load("paged_decode.cu", [self._spec(shape) for _, shape in self._shapes])
         self._kernels = {shape: kernel for (_, shape), kernel in zip(self._shapes, kernels, strict=True)}
@@ -106,7 +108,7 @@ class PagedDecode:
         shape = self._shape(len(lengths))
         self._plan_kernel.launch(
             stream, 1, lengths, rows, prefixes, len(lengths), self.items, self._blocks(shape), shape.warps,
-            LEAST_PAGES, self._uneven_pages, self._snap_pages, page_tables.shape[1],
+            LEAST_PAGES, self._uneven_pages, SNAP_PAGES, page_tables.shape[1],
             self._starts, self._first_parts, self._sequences,
         )  # fmt: skip
 

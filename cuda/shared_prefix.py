@@ -19,7 +19,6 @@ from torch import Tensor
 from cuda.errors import ShapeMismatch
 from cuda.frames import FramePool
 from cuda.launch import KernelLoader, KernelSpec
-from cuda.paged_decode import SNAP_PAGES
 from cuda.paged_prefill import BLOCK_ROWS, HOPPER, HOPPER_TILE_PAGES, hopper_shared_bytes
 from cuda.tensors import check_rows, check_tensor, element_of
 from mm.addresses import PAGE_SIZE, Int32Array, Int64Array
@@ -44,7 +43,7 @@ LEAST_PAGES = 4
 
 STREAM_BYTES_PER_US, L2_BYTES_PER_US = 4.5e6, 8.5e6  # that plain decode reads: from memory, and again from the L2
 L2_BYTES = 60e6
-LOCKSTEP_PAGES = 2 * SNAP_PAGES
+LOCKSTEP_PAGES = 32
 """Plain decode finds shared pages in the L2 if another member has just read them: if all of a layer's shared pages fit,
 or if sequences are so short that they are begun together. Otherwise every member reads them from memory."""
 OWN_TOKENS = 256

@@ -315,7 +315,6 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     float scale, int kv_heads, int splits, int group, int per_item, i64 q_stride, i64 out_stride, i64 frame_stride) {
   // group = H / KH query heads share a kv head; an item takes per_item = ceil(group / splits) <= GP of them
   constexpr int PAGE = PAGE_BYTES<E, D>, STAGE = 2 * PAGE, ROW = PART_ROW<D>, V = D / 32;
-  constexpr int ATOM = 1024, ATOMS = PAGE / ATOM;  // of keys, and as many of values: those of 8 tokens come together
   static_assert(GP * ROW * 4 <= STAGES * STAGE, "a warp's last part lies in its ring");
   static_assert(WARPS >= 2 && WARPS <= 16, "a lane for each part of a block, a warp for each item that it has cut");
   DYNAMIC_SHARED(shared);  // [WARPS][STAGES] pages, then [WARPS][GP] part rows
@@ -361,7 +360,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
         barrier_arrive_expecting(barrier, STAGE);
         bulk_copy(target, source, STAGE, barrier);
       }
-    } else {  // what a sequence's last tokens have of each atom
+    } else {  // what a sequence's last tokens have of each atom: of keys, then of values, those of 8 tokens together
+      constexpr int ATOM = 1024, ATOMS = PAGE / ATOM;
       if (lane == 0) barrier_arrive_expecting(barrier, tokens * (STAGE / PAGE_SIZE));
       __syncwarp();
       const int mine = min(tokens - lane / (ATOMS / 2) % 2 * 8, 8), place = lane * ATOM;

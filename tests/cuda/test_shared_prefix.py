@@ -11,7 +11,7 @@ from paged_cases import JUNK, PAGE, attention, either, worst_error
 
 from cuda.errors import ShapeMismatch
 from cuda.frames import FrameLayout, FramePool
-from cuda.paged_decode import MANY_NARROW, MANY_WIDE, PagedDecode
+from cuda.paged_decode import MANY_NARROW, WIDE, PagedDecode
 from cuda.shared_prefix import SharedPrefix
 from mm.shared_prefixes import SharedPrefixes
 
@@ -104,7 +104,7 @@ def run(
     kv_heads: int,
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-    shape=MANY_WIDE,
+    shape=WIDE,
     multiprocessors: int | None = None,
 ) -> float:
     """The worst error of a token's head. The pass runs twice, and must agree bit for bit, with poisoned workspace."""
