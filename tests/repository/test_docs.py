@@ -1,6 +1,8 @@
 """Every command of the documentation is run, or as much of it as can be run without a GPU, a network and Docker."""
 
+import contextlib
 import functools
+import io
 import re
 import shlex
 import shutil
@@ -14,7 +16,7 @@ import yaml
 from server_process import Process, free_port
 from tiny_model import write_tiny_model
 
-from service.__main__ import parser
+from service.__main__ import parser, run
 from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
 from service.settings import PREFIX, load_settings
 
@@ -152,9 +154,10 @@ def _check_help(command: list[str], words: list[str]) -> None:
 @functools.cache
 def _flags_of(*command: str) -> set[str]:
     """What `pagewalk COMMAND --help` names."""
-    start = [sys.executable, "-m", "service", *command, "--help"]
-    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(re.findall(r"--[a-z0-9-]+", done.stdout))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run([*command, "--help"]) == 0
+    return set(re.findall(r"--[a-z0-9-]+", printed.getvalue()))
 
 
 @of("docker")
@@ -203,7 +206,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 def test_commands_that_look_at_a_server_get_an_answer(page: str, command: str, ports: dict[str, int]) -> None:
     words = shlex.split(command, comments=True)[1:]
     url = f"http://127.0.0.1:{ports['8001']}"
-    subprocess.run([sys.executable, "-m", "service", *words, "--url", url], check=True, timeout=60, capture_output=True)
+    assert run([*words, "--url", url]) == 0
 
 
 @of("curl")
