@@ -17,6 +17,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,11 +144,13 @@ def made(size_bytes: int) -> mmap.mmap:
 
 def locked(memory: mmap.mmap) -> Tensor:
     """The same, page-locked, as (bytes,) uint8, until no tensor uses it any more. Raises RuntimeError."""
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    view = np.frombuffer(memory, np.uint8)
+    chunk = torch.from_numpy(view)
     address = chunk.data_ptr()
     if error := int(_runtime().cudaHostRegister(address, len(chunk), FOR_ALL_CONTEXTS)):
         raise RuntimeError(f"{len(chunk)} bytes cannot be page-locked: CUDA error {error}")
-    weakref.finalize(memory, _unlock, address).atexit = False  # the driver may have gone by then
+    # Of the view: an mmap tells of its end when its pages are gone, and the next chunk may have their place.
+    weakref.finalize(view, _unlock, address).atexit = False  # the driver may have gone by then
     return chunk
 
 

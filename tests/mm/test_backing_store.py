@@ -1,6 +1,8 @@
 """The memory behind swap slots comes in chunks, and ends where the system says so."""
 
 import gc
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,11 +75,17 @@ def test_a_smaller_area_gives_whole_chunks_back_and_can_be_as_large_again() -> N
     store.close()
 
 
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
 class FakeRuntime:
     """Of CUDA, as far as memory is locked."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}  # bytes, by address
+        self.pages_were_there: list[bool] = []  # of what was unlocked
         self.most = 99
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -88,6 +96,8 @@ class FakeRuntime:
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
+        if sys.platform == "linux":
+            self.pages_were_there.append(is_mapped(address))
         return 0
 
 
@@ -112,6 +122,16 @@ def test_every_chunk_is_locked_as_long_as_anybody_uses_it(runtime: FakeRuntime) 
     store.resize(0)
     gc.collect()
     assert not runtime.locked
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_chunk_is_unlocked_before_its_pages_go(runtime: FakeRuntime) -> None:
+    """Else another chunk may have got their place, and be unlocked instead."""
+    store = filled(BackingStore(2, 16, page_locked=True, chunk_bytes=32), 2)
+    store.close()
+    store.resize(0)
+    gc.collect()
+    assert runtime.pages_were_there == [True]
 
 
 def test_what_cannot_be_locked_ends_the_area(runtime: FakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
