@@ -25,6 +25,12 @@ MOST_EXACT = 2**53
 -2**63 it recurses without end, which no limit of its own stops.
 """
 
+LEAST_BOUND = -(2**63) + 512
+"""What a bound of numbers must be above: the compiler takes any that is not for -2**63, and where an integer can be
+nothing else it recurses without end, too.
+"""
+
+BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names -> schemas
 LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 SINGLE = frozenset({"items", "additionalProperties"})
@@ -110,6 +116,9 @@ def _subschemas(schema: Any, path: str, root: Any) -> Iterator[tuple[Any, str]]:
             yield value, here
         elif keyword in ("const", "enum"):
             _check_integers(value, here)
+        elif keyword in BOUNDS:
+            if isinstance(value, int | float) and value <= LEAST_BOUND:
+                raise SchemaRefused(f"bounds are kept to above -2**63, got {quoted(value, 40)} - at `{_short(here)}`")
         elif keyword == "$ref":
             yield _referred(value, root, here), here
 

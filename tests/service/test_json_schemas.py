@@ -85,6 +85,10 @@ def test_a_schema_that_is_named_often_is_looked_at_once() -> None:
         ({"anyOf": [{"multipleOf": 10**11 + i} for i in range(3000)]}, "least common multiple"),
         ({"const": -(2**63)}, "$.const"), ({"enum": [1, {"a": [2**53 + 1]}]}, "$.enum"),
         ({"properties": {"a": {"const": 10**30}}}, "$.properties.a.const"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "$.minimum"),
+        ({"type": "integer", "maximum": -(10**400)}, "$.maximum"),
+        ({"allOf": [{"exclusiveMinimum": -9.3e18}, {"type": "integer"}]}, "$.allOf[0].exclusiveMinimum"),
+        ({"exclusiveMaximum": -(2**63) + 512}, "$.exclusiveMaximum"),
     ],
 )  # fmt: skip
 def test_what_would_not_be_kept_to_is_refused_with_its_place(schema: Any, words: str) -> None:
@@ -97,6 +101,7 @@ def test_what_would_not_be_kept_to_is_refused_with_its_place(schema: Any, words:
 def test_every_keyword_that_is_kept_to_is_taken() -> None:
     check_schema(True)
     check_schema({"enum": [2**53, -(2**53), 1e300, True, "9223372036854775808"], "default": 2**63})
+    check_schema({"type": "integer", "minimum": -(2**63) + 1024, "maximum": 2**63 - 1})
     check_schema(
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "title": "t", "description": "d",
