@@ -160,9 +160,10 @@ def _failures(what: str) -> Iterator[None]:
 
 
 def _is_of_the_device(error: RuntimeError) -> bool:
-    """torch says "out of memory" of CUDA in a class of its own, and of the CPU in the text only."""
+    from model.out_of_memory import is_out_of_memory  # imports torch
+
     text = str(error).lower()
-    return "out of memory" in text or "can't allocate memory" in text or "cuda error" in text or "no nvidia" in text
+    return is_out_of_memory(error) or "cuda error" in text or "no nvidia" in text
 
 
 def _read_template(path: Path) -> str:
