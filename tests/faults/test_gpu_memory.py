@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,12 @@ from model.kv_pool import frame_bytes
 from model.out_of_memory import is_out_of_memory
 from model.step_plan import SamplingParameters
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "PYTEST_XDIST_WORKER" in os.environ, reason="it takes the whole card, also from tests beside it"
+    ),
+]
 
 SHAPE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9}
 SHAPE |= {"num_key_value_heads": 3, "torch_dtype": "float32", "max_position_embeddings": 8192}
