@@ -27,6 +27,9 @@ from service.responses import create_response
 from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from service.served_model import ServedModel
 
+OFF_LOOP_IDS = 4096
+"""More ids than this become text in a thread: they take microseconds each."""
+
 Route = tuple[str, str, Handler, Access]
 
 

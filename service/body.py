@@ -7,6 +7,7 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
+from service.body_values import check_values
 from service.decoding import decode
 from service.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType, quoted
 from service.front_end import FRONT_END
@@ -39,6 +40,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         raise PayloadTooLarge(f"The body has more than {settings.body_limit_bytes} bytes, the limit.") from None
     except web.RequestPayloadError:
         raise BadRequest("The body cannot be read: its transfer encoding is broken.") from None
+    await check_values(raw)
     body, ignored = decode(raw, kind, settings.unknown_fields)
     if ignored:
         request[IGNORED] = ignored

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from service.answer_parts import Reading
+from service.body_values import check_values
 from service.call_readers import READERS
 from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
@@ -94,6 +95,7 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
             f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
             param="messages",
         )
+    await _check_arguments(body, limits)
     messages = template_messages(body)
     check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
     tools = _template_tools(body, model)
@@ -119,6 +121,16 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
         return Prompt(ids)
     ids = truncated(ids, body, limits, tenant)
     return Prompt(ids, echo=messages[-1]["content"] if body.echo else "", reading=_reading(body, ids, model))
+
+
+async def _check_arguments(body: ChatBody | TokenizeBody, limits: Limits) -> None:
+    """What earlier calls were given is JSON in strings, which is decoded for the template. Raises BadRequest and
+    PayloadTooLarge.
+    """
+    calls = (call for message in body.messages or () for call in message.tool_calls or ())
+    texts = [call.function.arguments for call in calls]
+    check_text_length(sum(map(len, texts)), limits, param="messages")
+    await check_values("".join(texts).encode())
 
 
 def _template_tools(body: ChatBody | TokenizeBody, model: ServedModel) -> list[dict[str, Any]] | None:

@@ -139,11 +139,11 @@ async def test_c25_values_of_logit_bias(server: Server) -> None:
 
 
 async def test_c25_counts_are_limited(server: Server) -> None:
-    many = {str(i): 1 for i in range(300_000)}
+    many = {str(i): 1 for i in range(150_000)}
     answer = await server.complete(logit_bias=many)
     assert (answer.status, answer.error["param"]) == (400, "logit_bias")
     assert "1024" in answer.error["message"]
-    assert "300000" in answer.error["message"]
+    assert "150000" in answer.error["message"]
     answer = await server.complete(allowed_token_ids=[1] * 300_000)
     assert (answer.status, answer.error["param"]) == (400, "allowed_token_ids")
 

@@ -1,0 +1,108 @@
+"""What is counted in a body before it is decoded."""
+
+import json
+import threading
+
+import pytest
+from http_house import Server, Start
+from hypothesis import given
+from hypothesis import strategies as st
+from tool_chats import model_that
+
+from service import body_values
+from service.errors import PayloadTooLarge
+
+
+def is_taken(raw: bytes) -> bool:
+    try:
+        body_values._check(raw)
+    except PayloadTooLarge:
+        return False
+    return True
+
+
+values = st.recursive(
+    st.integers(0, 99) | st.booleans() | st.text(st.sampled_from('ab"\\[{,é\u2028'), max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.sampled_from('k"\\[,'), max_size=3), inner),
+    max_leaves=20,
+)
+
+
+def counted(value: object) -> tuple[int, int]:
+    """(strings, objects and arrays; commas), by the value."""
+    parts = int(isinstance(value, str | list | dict))
+    commas = 0
+    if isinstance(value, list | dict):
+        commas = max(0, len(value) - 1)
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        for more_parts, more_commas in map(counted, inner):
+            parts, commas = parts + more_parts, commas + more_commas
+    return parts, commas
+
+
+@given(value=values, ascii_only=st.booleans())
+def test_what_is_counted_is_what_there_is_and_not_what_text_says(value: object, ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+    parts, commas = counted(value)
+    with pytest.MonkeyPatch.context() as patched:
+        for most_parts, most_commas in ((parts, commas), (parts - 1, commas), (parts, commas - 1)):
+            patched.setattr(body_values, "MAX_PARTS", most_parts)
+            patched.setattr(body_values, "MAX_NUMBERS", most_commas)
+            assert is_taken(raw) == (parts <= most_parts and commas <= most_commas)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'"' + b'\\"' * 400_000, True),
+        (b'{"a' + b"\\" * 400_001, True),
+        (b'"' * 600_001, False),
+        (b"[" * 90_000 + b'"', True),
+    ],
+)
+def test_broken_text_is_looked_at_once(raw: bytes, expected: bool) -> None:
+    """A pattern that begins anew at each quote would take hours."""
+    assert is_taken(raw) == expected
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        '"metadata":{"a":[' + "[]," * 220_000 + "[]]}",
+        '"metadata":{' + ",".join(f'"{i}":1' for i in range(210_000)) + "}",
+        '"messages":[' + ",".join(['{"role":"user","content":"x"}'] * 60_000) + "]",
+        '"stop_token_ids":[' + "5," * 2_000_001 + "5]",
+    ],
+)
+async def test_many_small_values_are_not_decoded(server: Server, monkeypatch: pytest.MonkeyPatch, extra: str) -> None:
+    threads: list[int] = []
+    check = body_values._check
+
+    def noted(raw: bytes) -> None:
+        threads.append(threading.get_ident())
+        check(raw)
+
+    monkeypatch.setattr(body_values, "_check", noted)
+    monkeypatch.setattr("service.body.decode", lambda *given: pytest.fail("it was decoded"))
+    answer = await server.post("/v1/completions", f'{{"prompt":"a",{extra}}}'.encode())
+    assert (answer.status, answer.error["type"]) == (413, "PayloadTooLarge")
+    assert threads
+    assert threads[0] != threading.get_ident()
+
+
+async def test_what_earlier_calls_were_given_counts_as_well(start: Start) -> None:
+    """It is JSON in a string, and decoded for the template."""
+    server = await model_that(start, "The fox.", context=100_000)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{" + '"a":[],' * 60_000 + '"b":1}'}}
+    messages = [{"role": "assistant", "tool_calls": [call, call]}, {"role": "user", "content": "x"}]
+    assert (await server.chat(messages=messages)).status == 413
+    assert (await server.chat(messages=[messages[0] | {"tool_calls": [call]}, messages[1]])).status == 200
+
+
+async def test_long_texts_and_many_ids_are_taken(server: Server) -> None:
+    """Text full of brackets is one value; a body of many ids has few others."""
+    code = json.dumps('{"a": ["b"]},' * 40_000)
+    body = f'{{"tokens":[{"5," * 300_000}5]}}'
+    assert (await server.post("/detokenize", body.encode())).status == 200
+    answer = await server.post("/tokenize", f'{{"prompt":{code}}}'.encode())
+    assert answer.error["message"].startswith("This model's maximum context length")
