@@ -10,6 +10,7 @@ const pathOf = (id) => `sequences/${encodeURIComponent(id)}`;
 let table = null;
 let holders = null;
 let chosen = null; // id
+let hasEnded = false; // the chosen one: it is asked for no more
 let showTab = () => {};
 
 async function run(id, action, body) {
@@ -101,13 +102,14 @@ export async function updateSequences() {
   holders.show(found.holders.filter((holder) => holder.rss > 0 || holder.id !== "transfer"));
   const more = found.total - found.sequences.length;
   say(byId("more-sequences"), more > 0 ? `and ${count(more)} more` : "");
-  if (chosen !== null) await updateDetails();
+  if (chosen !== null && !hasEnded) await updateDetails();
 }
 
 // ---------------------------------------------------------------- one of them
 
 export async function choose(id) {
   chosen = id;
+  hasEnded = false;
   byId("details").hidden = false;
   byId("details").dataset.id = id;
   say(byId("details-title"), `Sequence ${id}`);
@@ -131,19 +133,20 @@ function close() {
 
 async function updateDetails() {
   const id = chosen;
-  const found = await Promise.all([
-    view(`${pathOf(id)}/status`),
-    view(`${pathOf(id)}/smaps`),
-    view(`${pathOf(id)}/maps`),
-    view(`${pathOf(id)}/trace?limit=50`),
-  ]).catch((error) => (error.status === 404 ? null : undefined));
-  if (found === undefined || chosen !== id) return;
-  byId("sequence-actions").disabled = found === null || found[0].is_beam;
-  if (found === null) {
+  const status = await view(`${pathOf(id)}/status`).catch((error) => (error.status === 404 ? null : undefined));
+  if (status === undefined || chosen !== id) return;
+  hasEnded = status === null;
+  byId("sequence-actions").disabled = hasEnded || status.is_beam;
+  if (hasEnded) {
     say(byId("details-state"), "has ended");
     return;
   }
-  const [status, smaps, maps, trace] = found;
+  const [smaps, maps, trace] = await Promise.all([
+    view(`${pathOf(id)}/smaps`),
+    view(`${pathOf(id)}/maps`),
+    view(`${pathOf(id)}/trace?limit=50`),
+  ]).catch(() => [null]);
+  if (smaps === null || chosen !== id) return;
   say(byId("details-state"), status.wait_reason ? `${status.state}, waits: ${status.wait_reason}` : status.state);
   showFacts(status, smaps);
   byId("maps").replaceChildren(...maps.runs.map((run) => mapLine(run, maps.runs.at(-1).end)));

@@ -174,6 +174,38 @@ async def test_an_operator_sees_memory_change_and_acts_on_it(house: RealHouse) -
     assert faults == []
 
 
+async def test_of_a_long_table_what_can_be_seen_is_in_the_document(house: RealHouse) -> None:
+    """Any row can be scrolled to, and the one with the focus stays where it is."""
+    async with browser_at(house) as tab:
+        page = tab.page
+        await expect(page.locator("#state")).to_have_text("live")
+        await many_sequences(house, page, 500)
+        rows, box = page.locator("#sequences-table tbody tr:not(.gap)"), page.locator("#sequences-table .scroll")
+        await expect(rows.first).to_contain_text("0.0")
+        assert await rows.count() < 60
+        await box.evaluate("box => box.scrollTo(0, box.scrollHeight)")
+        await expect(rows.last).to_contain_text("0.499")
+        assert await rows.count() < 60
+        await page.locator("button[aria-label='Details of 0.490']").focus()
+        await box.evaluate("box => box.scrollTo(0, 0)")
+        await expect(rows.first).to_contain_text("0.0")
+        assert await page.evaluate("document.activeElement.getAttribute('aria-label')") == "Details of 0.490"
+    assert tab.faults == []
+
+
+async def many_sequences(house: RealHouse, page: Page, count: int) -> None:
+    """From now on the page is told of so many."""
+    async with load(house, clients=1):
+        url = f"http://127.0.0.1:{house.server.admin_port}/admin/v1/sequences"
+        found: dict[str, Any] = {"sequences": []}
+        while not found["sequences"]:
+            async with house.session.get(url) as response:
+                found = await response.json()
+    one = found["sequences"][0]
+    found |= {"total": count, "sequences": [one | {"id": f"0.{i}"} for i in range(count)]}
+    await page.route("**/admin/v1/sequences?limit=500", lambda route: route.fulfill(json=found))
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_serious_fault_in_any_tab(house: RealHouse, scheme: str) -> None:
     await house.post("/v1/completions", {"prompt": list(range(2, 80)), "max_tokens": 4})
