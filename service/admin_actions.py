@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from service.admin import query_of
-from service.admin_bodies import BODIES, PinPrefix
+from service.admin_bodies import BODIES, Prefix
 from service.body import read_body
 from service.errors import PermissionDenied, quoted
 from service.front_end import FRONT_END
@@ -33,11 +33,11 @@ def action(path: str) -> Handler:
         front_end = request.app[FRONT_END]
         model = front_end.loaded()
         body = await read_body(request, BODIES[path])
-        if isinstance(body, PinPrefix) and body.messages is not None:
+        if isinstance(body, Prefix) and body.messages is not None:
             chat = TokenizeBody(messages=body.messages, add_generation_prompt=False)
             prompt = await chat_prompt(chat, model, body.tenant)
             body = msgspec.structs.replace(body, messages=None, tokens=prompt.ids)
-        elif isinstance(body, PinPrefix) and body.tokens is not None:
+        elif isinstance(body, Prefix) and body.tokens is not None:
             check_token_ids(body.tokens, model.client.limits.vocabulary, param="tokens", path="$.tokens")
         of, by = request.match_info.get("of", ""), request[CALLER].owner
         done = await front_end.engine.ask(Act(path, of, msgspec.json.encode(body), by))

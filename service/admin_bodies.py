@@ -31,21 +31,40 @@ class OomScoreAdj(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     oom_score_adj: Annotated[int, Meta(ge=-1000, le=1000)]
 
 
+Advised = Literal["willneed", "cold", "pageout", "dontneed"]
+
+
 class Madvise(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What will become of its pages (mm/advice.py)."""
 
-    advice: Literal["willneed", "cold", "pageout", "dontneed"]
+    advice: Advised
 
 
-class PinPrefix(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cached prefix, by its tokens, by the chat that begins with it, or by the hash of its last page."""
+class Prefix(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What prompts begin with, by its tokens or by the chat that begins with it."""
 
-    owner: Annotated[str, Meta(min_length=1, max_length=128)]
     tokens: list[Count] | None = None
     messages: list[ChatMessage] | None = None
-    hash: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
     salt: str = ""
     tenant: str = "default"
+
+
+class AdvisePrefix(Prefix, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What will become of its cached pages (mm/advice.py)."""
+
+    advice: Advised
+
+    def check(self) -> None:
+        super().check()
+        if (self.tokens is None) == (self.messages is None):
+            raise BadRequest("exactly one of tokens and messages is needed.", param="tokens")
+
+
+class PinPrefix(Prefix, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cached prefix; also by the hash of its last page."""
+
+    owner: Annotated[str, Meta(min_length=1, max_length=128)]
+    hash: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
     ttl_s: Seconds | None = None
 
     def check(self) -> None:
@@ -146,6 +165,7 @@ BODIES: Mapping[str, type[ActionBody]] = {
     "sequences/{of}/swap_in": ActionBody,
     "page_cache/pin": PinPrefix,
     "page_cache/unpin": Unpin,
+    "page_cache/madvise": AdvisePrefix,
     "page_cache/drop": DropCaches,
     "watermarks": SetWatermarks,
     "overcommit": Overcommit,

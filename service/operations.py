@@ -13,7 +13,18 @@ import msgspec
 import numpy as np
 import structlog
 
-from mm import ABSENT, Advice, MemoryManager, Namespace, OutOfSwapSlots, OvercommitMode, QuotaExceeded, Watermarks
+from mm import (
+    ABSENT,
+    Advice,
+    ContentChain,
+    MemoryManager,
+    Namespace,
+    OutOfFrames,
+    OutOfSwapSlots,
+    OvercommitMode,
+    QuotaExceeded,
+    Watermarks,
+)
 from mm.addresses import pages_for
 from mm.frame_views import page_hash
 from mm.tenants import MAX_TENANTS, UNLIMITED, TenantLimits
@@ -21,12 +32,14 @@ from model.errors import CannotResize
 from service.action_log import Done
 from service.admin_bodies import (
     BODIES,
+    AdvisePrefix,
     Drain,
     DropCaches,
     Madvise,
     OomScoreAdj,
     Overcommit,
     PinPrefix,
+    Prefix,
     Resize,
     SetLimits,
     SetPriority,
@@ -261,7 +274,10 @@ def _no_slots(operations: Operations, sequence: Sequence) -> BadRequest:
 def pin(operations: Operations, of: str, body: PinPrefix) -> Change:
     """Hold a cached prefix whatever the need. What of it is not cached, or in swap alone, is not held."""
     memory, inside = operations.inside.memory, operations.inside
-    entries = _entries_of_hash(operations, body.hash) if body.hash is not None else _entries_of_tokens(operations, body)
+    if body.hash is not None:
+        entries = _entries_of_hash(operations, body.hash)
+    else:
+        entries = _entries_of_chain(memory, _chain_of(operations, body))
     resident = next((i for i, entry in enumerate(entries) if memory.cache.frame[entry] == ABSENT), len(entries))
     if not resident:
         raise BadRequest("nothing of this prefix is cached in frames: send a request that begins with it first")
@@ -282,12 +298,15 @@ def pin(operations: Operations, of: str, body: PinPrefix) -> Change:
     }
 
 
-def _entries_of_tokens(operations: Operations, body: PinPrefix) -> list[int]:
+def _chain_of(operations: Operations, body: Prefix) -> ContentChain:
     memory, vocabulary = operations.inside.memory, operations.inside.engine.limits.vocabulary
     tokens = body.tokens or []
     if tokens and max(tokens) >= vocabulary:
         raise BadRequest(f"the token id {max(tokens)} is not below {vocabulary}", param="tokens")
-    chain = memory.chain(np.array(tokens, np.int32), Namespace(salt=body.salt), body.tenant)
+    return memory.chain(np.array(tokens, np.int32), Namespace(salt=body.salt), body.tenant)
+
+
+def _entries_of_chain(memory: MemoryManager, chain: ContentChain) -> list[int]:
     return memory.cache.walk(chain, chain.tokens // memory.page_size)
 
 
@@ -308,6 +327,27 @@ def unpin(operations: Operations, of: str, body: Unpin) -> Change:
     for number in numbers:
         memory.unpin(number)
     return before, {"pinned_frames": memory.pins.pages, "ended": numbers}
+
+
+def advise_prefix(operations: Operations, of: str, body: AdvisePrefix) -> Change:
+    """Of cached pages: those that are mapped stay where they are."""
+    memory, chain = operations.inside.memory, _chain_of(operations, body)
+    before = _places(memory, chain)
+    if not any(before.values()):
+        raise BadRequest("nothing of this prefix is cached")
+    try:
+        orders = memory.advise_prefix(chain, Advice(body.advice))
+    except OutOfFrames as error:
+        raise BadRequest(f"there is no room for it: {error}") from None
+    operations.inside.engine.scheduler.sequences.swap_orders.append(orders)
+    return before | {"advice": None}, _places(memory, chain) | {"advice": body.advice}
+
+
+def _places(memory: MemoryManager, chain: ContentChain) -> Facts:
+    """Where the cached pages of a prefix are; copies that are ordered have not begun."""
+    entries = _entries_of_chain(memory, chain)
+    resident = sum(memory.cache.frame[entry] != ABSENT for entry in entries)
+    return {"frames": resident, "swap_alone": len(entries) - resident}
 
 
 def drop(operations: Operations, of: str, body: DropCaches) -> Change:
@@ -461,6 +501,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sequences/{of}/swap_in": swap_in,
     "page_cache/pin": pin,
     "page_cache/unpin": unpin,
+    "page_cache/madvise": advise_prefix,
     "page_cache/drop": drop,
     "watermarks": watermarks,
     "overcommit": overcommit,

@@ -140,6 +140,7 @@ ACTIONS: dict[str, dict[str, Any]] = {
     "sequences/0.9/swap_in": {},
     "page_cache/pin": {"messages": [{"role": "user", "content": "the"}], "owner": "me"},
     "page_cache/unpin": {"pin": 1},
+    "page_cache/madvise": {"messages": [{"role": "user", "content": "the"}], "advice": "cold"},
     "page_cache/drop": {"level": 1},
     "watermarks": {"min": 1, "low": 2, "high": 3},
     "overcommit": {"mode": "always"},
@@ -167,7 +168,7 @@ async def test_an_action_needs_the_admin_key(locked: RealHouse, path: str) -> No
     status, answer = await post(locked, path, ACTIONS[path], **root)
     if path.startswith("sequences"):
         assert status == 404
-    elif path == "page_cache/pin":
+    elif path in ("page_cache/pin", "page_cache/madvise"):
         assert (status, "cached" in answer["error"]["message"]) == (400, True)
     else:
         assert status == 200
@@ -234,6 +235,8 @@ async def test_wrong_bodies_are_refused_by_name(house: RealHouse) -> None:
         ("overcommit", {"mode": "lunch"}, "mode"),
         ("page_cache/drop", {"level": 4}, "level"),
         ("page_cache/pin", {"owner": "me"}, "tokens"),
+        ("page_cache/madvise", {"advice": "cold"}, "tokens"),
+        ("page_cache/madvise", {"advice": "lunch", "tokens": [1]}, "advice"),
         ("page_cache/pin", {"owner": "me", "tokens": [10**8]}, "tokens"),
         ("page_cache/unpin", {}, "pin"),
         ("tenants/a", {"max": "lunch"}, "max"),

@@ -294,6 +294,34 @@ async def test_a_pinned_prefix_stays_until_it_is_unpinned() -> None:
     house.memory.check_invariants()
 
 
+async def test_a_cached_prefix_goes_to_swap_and_back_and_is_forgotten_as_advised() -> None:
+    house, ears = house_with_ears()
+    house.executor.end_swaps = lambda ticket: True
+    prompt = list(range(16))
+    house.submit(prompt, 2)
+    await until_ended(house, ears, 1)
+
+    async def advised(advice: str) -> Any:
+        answer = house.do("page_cache/madvise", tokens=prompt, advice=advice)
+        await steps(house, 2)
+        assert not house.memory.is_copying
+        house.memory.check_invariants()
+        return answer["after"]
+
+    assert await advised("cold") == {"frames": 4, "swap_alone": 0, "advice": "cold"}
+    await advised("pageout")
+    slots = json.loads(house.look("frames/summary"))["slots"]
+    assert slots["cached"] == 4, "the only copies are in swap"
+    assert (await advised("willneed"))["swap_alone"] == 4, "so far"
+    assert (await advised("cold"))["frames"] == 4
+    house.submit(prompt, 2)
+    await until_ended(house, ears, 2)
+    assert ears.tokens[1] == ears.tokens[2]
+    assert await advised("dontneed") == {"frames": 0, "swap_alone": 0, "advice": "dontneed"}
+    with pytest.raises(BadRequest, match="nothing of this prefix"):
+        house.do("page_cache/madvise", tokens=prompt, advice="cold")
+
+
 async def test_what_is_not_cached_or_too_much_is_not_pinned() -> None:
     house, ears = house_with_ears()
     for body in ({"tokens": [1, 2, 3]}, {"hash": "0" * 16}, {"tokens": [10**6]}):
