@@ -1,6 +1,6 @@
 // The tables beside that of sequences: tenants, the page cache with its pins, misses, OOM scores, the queue, the trace.
 
-import { attempt, button, byId, clock, count, duration, el, milliseconds, say, short, tell } from "./dom.js";
+import { attempt, button, byId, clock, count, duration, el, milliseconds, onSubmit, say, short, tell } from "./dom.js";
 import { showFrameOnMap } from "./map.js";
 import { choose } from "./sequences.js";
 import { act, view } from "./server.js";
@@ -142,17 +142,26 @@ async function unpin(pin, refresh) {
   if (await attempt(`unpin ${pin}`, () => act("page_cache/unpin", { pin }))) await refresh();
 }
 
-function listenToPins(refresh) {
-  byId("pin-prefix").addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const data = new FormData(event.target);
-    const body = { owner: data.get("owner"), tenant: data.get("tenant") || "default" };
-    const content = data.get("content").trim();
-    if (data.get("by") === "hash") body.hash = content;
-    else if (data.get("by") === "tokens") body.tokens = content.split(/[\s,]+/).filter(Boolean).map(Number);
-    else body.messages = [{ role: "system", content }];
+/** The prefix that a form names. */
+function prefixOf(data) {
+  const content = data.get("content").trim();
+  const tenant = data.get("tenant") || "default";
+  if (data.get("by") === "hash") return { tenant, hash: content };
+  if (data.get("by") === "tokens") return { tenant, tokens: content.split(/[\s,]+/).filter(Boolean).map(Number) };
+  return { tenant, messages: [{ role: "system", content }] };
+}
+
+function listenToPrefixes(refresh) {
+  onSubmit("pin-prefix", async (form) => {
+    const data = new FormData(form);
+    const body = { owner: data.get("owner"), ...prefixOf(data) };
     if (data.get("ttl_s")) body.ttl_s = Number(data.get("ttl_s"));
     if (await attempt("pin", () => act("page_cache/pin", body))) await refresh();
+  });
+  onSubmit("advise-prefix", async (form) => {
+    const data = new FormData(form);
+    const body = { advice: data.get("advice"), ...prefixOf(data) };
+    if (await attempt("advice", () => act("page_cache/madvise", body))) await refresh();
   });
 }
 
@@ -329,6 +338,6 @@ export function makeTabs() {
   updates.queue = makeQueue();
   updates.trace = makeTrace();
   listenToLimits(refresh("tenants"));
-  listenToPins(refresh("cache"));
+  listenToPrefixes(refresh("cache"));
   return updates;
 }

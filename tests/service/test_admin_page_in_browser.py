@@ -162,6 +162,12 @@ async def test_an_operator_sees_memory_change_and_acts_on_it(house: RealHouse) -
             await expect(page.locator("#pins-table tbody")).to_have_text("nothing is pinned")
             assert (await house.meminfo())["pinned"] == 0
 
+            # a prefix that nobody maps is forgotten
+            await page.select_option("#advise-prefix [name=advice]", "dontneed")
+            await page.fill("#advise-prefix [name=content]", " ".join(map(str, range(2, 34))))
+            await page.click("#advise-prefix button")
+            await expect(page.locator("#told")).to_contain_text("advice – → dontneed")
+
             # a refusal is told
             await page.click("#tab-controls")
             await page.fill("#set-watermarks [name=min]", "5000")
