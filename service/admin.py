@@ -9,7 +9,7 @@ Every answer is one consistent snapshot, taken between two steps of the engine, 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,13 +28,7 @@ MemoryFacts = dict[str, tuple[float | int | str, str]]  # name -> value, unit
 
 SUFFIX = ".txt"
 
-LEAST_PROFILE_S = 0.1
-
-PROFILES: Mapping[str, tuple[str, float, float, Callable[[Mapping[str, Any]], str]]] = {
-    "threads": ("profile/start", 5.0, 60.0, admin_text.profile),
-    "device": ("profile/start_device", 0.5, 2.0, admin_text.device_profile),
-}
-"""By what is profiled: the view that begins it, seconds unless they are given, and at most; its text."""
+LEAST_PROFILE_S, PROFILE_S, MOST_PROFILE_S = 0.1, 5.0, 60.0
 
 VIEWS: Mapping[str, tuple[str, ...]] = {
     "vmstat": (),
@@ -94,16 +88,12 @@ async def tenant_file(request: web.Request) -> web.Response:
 
 
 async def profile(request: web.Request) -> web.Response:
-    """GET /admin/v1/profile?seconds= &of=: where the engine's process, or the GPU, spends its time from now on."""
-    query_of(request, (), beside=("seconds", "of"))
-    of = request.query.get("of", "threads")
-    if of not in PROFILES:
-        raise BadRequest(f"of is one of {', '.join(PROFILES)}, not {quoted(of)}", param="of")
-    start, usual_s, most_s, render = PROFILES[of]
-    seconds = seconds_of(request, "seconds", usual_s, LEAST_PROFILE_S, most_s)
+    """GET /admin/v1/profile?seconds=: where the engine's process spends its time, sampled from now on."""
+    query_of(request, (), beside=("seconds",))
+    seconds = seconds_of(request, "seconds", PROFILE_S, LEAST_PROFILE_S, MOST_PROFILE_S)
     front_end = request.app[FRONT_END]
     front_end.loaded()
-    begun = await front_end.engine.ask(Look(start, str(seconds)))
+    begun = await front_end.engine.ask(Look("profile/start", str(seconds)))
     number = msgspec.json.decode(begun)["number"]
     while True:
         await asyncio.sleep(seconds)
@@ -113,7 +103,7 @@ async def profile(request: web.Request) -> web.Response:
             break
         seconds = LEAST_PROFILE_S
     if wants_text(request):
-        return web.Response(text=render(facts))
+        return web.Response(text=admin_text.profile(facts))
     return json_answer(facts)
 
 

@@ -305,10 +305,6 @@ def profile(facts: Facts) -> str:
     return "".join(f"{';'.join(each['stack'])} {each['samples']}\n" for each in facts["stacks"])
 
 
-def device_profile(facts: Facts) -> str:
-    return table(facts["kernels"], {"MS": "ms", "CALLS": "calls", "KERNEL": "kernel"})
-
-
 RENDERERS: dict[str, Callable[[Facts], str]] = {
     "vmstat": by_name,
     "pressure": pressure,

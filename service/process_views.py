@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from service.admin_views import Facts, Inside, View
-from service.errors import BadRequest, NotFound, QueueFull, ServiceUnavailable
+from service.errors import NotFound, QueueFull
 from service.questions import Look
 from service.settings import FIELDS, SECRETS, Origin, Settings
 from service.tenant_settings import as_tables
@@ -98,72 +98,51 @@ def _short(path: str) -> str:
 
 
 class Profiler:
-    """Looks for some seconds where time goes: one profile at a time, the last one is kept."""
+    """Samples all threads of Python for some seconds. One profile at a time, the last one is kept."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._thread: threading.Thread | None = None
-        self._seconds = 0.0
         self._until_s = 0.0
-        self._found: Facts = {}
+        self._seconds = 0.0
+        self._samples = 0
+        self._stacks: Counter[tuple[str, ...]] = Counter()
 
     def start(self, inside: Inside, asked: Look) -> Facts:
-        """Begin one of all threads, sampled; the answer has its number. Raises QueueFull while another runs."""
-        return self._start(float(asked.of), self._sample)
-
-    def start_device(self, inside: Inside, asked: Look) -> Facts:
-        """The same of the GPU, by kernels. Raises BadRequest where there is none."""
-        if inside.engine.executor.device_memory is None:
-            raise BadRequest("this server computes on the CPU: its threads are all there is to profile", param="of")
-        return self._start(float(asked.of), self._record)
-
-    def _start(self, seconds: float, work: Callable[[float], Facts]) -> Facts:
-        if self._thread is not None and self._thread.is_alive():
-            left_s = max(0.0, self._until_s - time.monotonic())
+        """Begin; the answer has its number. Raises QueueFull while another runs."""
+        seconds = float(asked.of)
+        left_s = self._until_s - time.monotonic()
+        if left_s > 0:
             raise QueueFull("a profile is being taken", retry_after_s=int(left_s) + 1)
         self._number += 1
-        self._seconds, self._until_s, self._found = seconds, time.monotonic() + seconds, {}
-
-        def run() -> None:
-            self._found = work(seconds)
-
-        self._thread = threading.Thread(target=run, name="profiler", daemon=True)
-        self._thread.start()
+        self._seconds, self._until_s = seconds, time.monotonic() + seconds
+        self._samples, self._stacks = 0, Counter()
+        threading.Thread(target=self._sample, args=(self._until_s,), name="profiler", daemon=True).start()
         return {"number": self._number}
 
     def result(self, inside: Inside, asked: Look) -> Facts:
-        """What a profile has found, once it is over. Raises NotFound if it is not the last one, ServiceUnavailable."""
-        if asked.of != str(self._number) or self._thread is None:
+        """What a profile has found, as far as it has come. Raises NotFound if it is not the last one."""
+        if asked.of != str(self._number):
             raise NotFound("this profile is not kept any more")
-        is_over = not self._thread.is_alive()
-        if is_over and not self._found:
-            raise ServiceUnavailable("the profile failed: the log of the server says why")
-        return {"is_over": is_over, "seconds": self._seconds} | self._found
+        stacks = self._stacks.most_common()
+        return {
+            "is_over": time.monotonic() >= self._until_s,
+            "seconds": self._seconds,
+            "samples": self._samples,
+            "stacks": [{"stack": list(stack), "samples": count} for stack, count in stacks],
+        }
 
-    def _sample(self, seconds: float) -> Facts:
-        own, until_s, samples = threading.get_ident(), time.monotonic() + seconds, 0
-        stacks: Counter[tuple[str, ...]] = Counter()
+    def _sample(self, until_s: float) -> None:
+        own = threading.get_ident()
         while time.monotonic() < until_s:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            stacks.update(
-                {
-                    (names.get(ident, "?"), *map(_function, _frames(frame)))
-                    for ident, frame in sys._current_frames().items()
-                    if ident != own
-                }
-            )
-            samples += 1
+            found = {
+                (names.get(ident, "?"), *map(_function, _frames(frame)))
+                for ident, frame in sys._current_frames().items()
+                if ident != own
+            }
+            self._stacks.update(found)
+            self._samples += 1
             time.sleep(SAMPLE_S)
-        found = [{"stack": list(stack), "samples": count} for stack, count in stacks.most_common()]
-        return {"samples": samples, "stacks": found}
-
-    def _record(self, seconds: float) -> Facts:
-        from model.device_profile import kernel_times
-
-        found = kernel_times(seconds)
-        busy_s = sum(kernel.seconds for kernel in found)
-        kernels = [{"kernel": each.name, "calls": each.calls, "ms": round(1000 * each.seconds, 3)} for each in found]
-        return {"busy_ms": round(1000 * busy_s, 3), "kernels": kernels}
 
 
 def _function(frame: FrameType) -> str:
@@ -178,6 +157,5 @@ def process_views(settings: Settings, origins: Mapping[str, Origin]) -> dict[str
         "threads": threads,
         "stacks": stacks,
         "profile/start": profiler.start,
-        "profile/start_device": profiler.start_device,
         "profile/result": profiler.result,
     }

@@ -13,10 +13,9 @@ from stepped_engine import PAGE, SteppedEngine
 
 from mm import Watermarks
 from mm.frame_views import STATE_BITS, FrameState, SlotState, frame_map
-from model.device_profile import KernelTime
 from model.executor import DeviceMemory
 from service import admin
-from service.admin_text import RENDERERS, device_profile
+from service.admin_text import RENDERERS
 from service.errors import BadRequest, NotFound, QueueFull
 
 
@@ -438,13 +437,6 @@ async def test_threads_and_stacks_show_where_the_process_is() -> None:
     assert any("test_threads_and_stacks" in line for task in stacks["tasks"] for line in task["frames"])
 
 
-def over(house: SteppedEngine, number: int) -> Any:
-    """The result of a profile, when it is there."""
-    while not (facts := look(house, "profile/result", str(number)))["is_over"]:
-        time.sleep(0.01)
-    return facts
-
-
 async def test_a_profile_finds_what_takes_the_time_and_is_taken_one_at_a_time() -> None:
     house = await under_load(steps=1)
     number = look(house, "profile/start", "0.4")["number"]
@@ -457,18 +449,8 @@ async def test_a_profile_finds_what_takes_the_time_and_is_taken_one_at_a_time() 
             pass
 
     busy_function()
-    facts = over(house, number)
+    facts = look(house, "profile/result", str(number))
+    assert facts["is_over"]
     assert any("busy_function" in stack["stack"][-1] for stack in facts["stacks"])
     with pytest.raises(NotFound):
         look(house, "profile/result", "99")
-
-
-async def test_a_device_is_profiled_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.device_profile.kernel_times", lambda _: [KernelTime("gemm", 7, 0.25)])
-    house = SteppedEngine()
-    with pytest.raises(BadRequest, match="on the CPU"):
-        look(house, "profile/start_device", "0.5")
-    house.executor.in_device = DeviceMemory(1, 1, 1, 1)
-    facts = over(house, look(house, "profile/start_device", "0.5")["number"])
-    assert facts["busy_ms"] == 250
-    assert device_profile(facts).split() == ["MS", "CALLS", "KERNEL", "250.00", "7", "gemm"]
