@@ -41,7 +41,8 @@ from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
 from service.operator_commands import main as run_operator_command
 from service.process import UnjoinedThreads
 from service.server import Server
-from service.settings import Origin, Parser, Settings, SettingsError, add_flags, load_settings, to_toml
+from service.settings import Origin, Settings, SettingsError
+from service.settings_sources import Parser, add_flags, load_settings, to_toml
 
 EXIT_OK, EXIT_SETTINGS, EXIT_OUTPUT = 0, 2, 74
 

@@ -19,7 +19,8 @@ from urllib.request import Request, urlopen
 
 from service import admin_text
 from service.errors import ConfigurationError
-from service.settings import ADMIN_KEY_FILE, ADMIN_URL, PREFIX, Parser, SettingsError, admin_key
+from service.settings import SettingsError
+from service.settings_sources import ADMIN_KEY_FILE, ADMIN_URL, PREFIX, Parser, admin_key
 
 COMMANDS: Mapping[str, str] = {
     "ps": "who runs, who waits, and who else holds memory",

@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
 
 from service.metrics import Metrics, ServedFacts
-from service.settings import FIELDS, PREFIX, load_settings
+from service.settings import FIELDS
+from service.settings_sources import PREFIX, load_settings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -18,7 +18,7 @@ from tiny_model import write_tiny_model
 
 from service.__main__ import parser, run
 from service.operator_commands import COMMANDS as OPERATOR_COMMANDS
-from service.settings import PREFIX, load_settings
+from service.settings_sources import PREFIX, load_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,16 +10,8 @@ from mm import TenantLimits
 from service.errors import ConfigurationError
 from service.rate_limits import RateLimit
 from service.setting_values import parse_size
-from service.settings import (
-    FIELDS,
-    Parser,
-    Settings,
-    SettingsError,
-    add_flags,
-    load_settings,
-    to_toml,
-    watermark_shares,
-)
+from service.settings import FIELDS, Settings, SettingsError, watermark_shares
+from service.settings_sources import Parser, add_flags, load_settings, to_toml
 from service.tenant_settings import read_tenants, tenant_limits
 
 
