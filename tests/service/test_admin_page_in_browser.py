@@ -20,6 +20,7 @@ ARGUMENTS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 PATIENCE_MS = 60_000.0  # only a hang takes as long
+FOREVER = aiohttp.ClientTimeout(total=None)
 STEP_S = 0.02
 """A step at least: 5,000 tokens take longer than a test, so nobody ends between a look at the page and a click."""
 
@@ -75,7 +76,7 @@ async def load(house: RealHouse, clients: int) -> AsyncIterator[list[int]]:
             turn += 1
             prompt = [*range(2, 60), 2 + client, 2 + turn % 50]
             body = {"prompt": prompt, "max_tokens": 5000, "ignore_eos": True}
-            async with house.session.post(f"{house.url}/v1/completions", json=body) as response:
+            async with house.session.post(f"{house.url}/v1/completions", json=body, timeout=FOREVER) as response:
                 await response.read()
                 statuses.append(response.status)
 
@@ -215,7 +216,7 @@ async def many_sequences(house: RealHouse, page: Page, count: int) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_serious_fault_in_any_tab(house: RealHouse, scheme: str) -> None:
     await house.post("/v1/completions", {"prompt": list(range(2, 80)), "max_tokens": 4})
-    async with browser_at(house, scheme) as tab, load(house, clients=1):
+    async with load(house, clients=1), browser_at(house, scheme) as tab:  # it leaves before the sequence ends
         page = tab.page
         await expect(page.locator("#state")).to_have_text("live")
         await page.click("#sequences-table button:text('Details') >> nth=0")
