@@ -9,7 +9,7 @@ from aiohttp import web
 from service.api import make_admin_app, make_app
 from service.errors import ConfigurationError
 from service.front_end import FrontEnd
-from service.http_server import Address, addresses_of, listen, make_runner
+from service.http_server import ADMIN_ACCEPTS_PER_TURN, Address, addresses_of, listen, make_runner
 
 FLUSH_S = 5.0
 """At the end, how long handlers may take to send what is ready: error events, the last text."""
@@ -43,31 +43,34 @@ class Doors:
     async def open_at(self, host: str, port: int, admin_host: str, admin_port: int) -> None:
         """Answer on every address of two hosts. Raises ConfigurationError."""
         ports = []
-        places = [
-            (make_app, host, port, "port", self._tls),
-            (make_admin_app, admin_host, admin_port, "admin-port", None),
-        ]
-        for make, where, number, flag, tls in places:
+        places = [(self._open, host, port, "port"), (self._open_admin, admin_host, admin_port, "admin-port")]
+        for open_, where, number, flag in places:
             try:
-                addresses = await addresses_of(where, number)
-                ports.append(await self._open(make(self.front_end), addresses, share=False, tls=tls))
+                ports.append(await open_(await addresses_of(where, number), share=False))
             except OSError as error:
                 raise cannot_listen(error, where, number, flag) from None
         self.port, self.admin_port = ports
 
     async def share(self, addresses: Sequence[Address], admin_addresses: Sequence[Address]) -> None:
         """Answer on addresses that other processes answer on too. Raises OSError."""
-        self.port = await self._open(make_app(self.front_end), addresses, share=True, tls=self._tls)
-        self.admin_port = await self._open(make_admin_app(self.front_end), admin_addresses, share=True, tls=None)
+        self.port = await self._open(addresses, share=True)
+        self.admin_port = await self._open_admin(admin_addresses, share=True)
 
-    async def _open(
-        self, app: web.Application, addresses: Sequence[Address], *, share: bool, tls: ssl.SSLContext | None
-    ) -> int:
+    async def _open(self, addresses: Sequence[Address], *, share: bool) -> int:
+        runner = await self._runner(make_app(self.front_end))
+        await listen(runner, addresses, share=share, tls=self._tls)
+        return int(runner.addresses[0][1])
+
+    async def _open_admin(self, addresses: Sequence[Address], *, share: bool) -> int:
+        runner = await self._runner(make_admin_app(self.front_end))
+        await listen(runner, addresses, share=share, accepts_per_turn=ADMIN_ACCEPTS_PER_TURN)
+        return int(runner.addresses[0][1])
+
+    async def _runner(self, app: web.Application) -> web.AppRunner:
         runner = make_runner(app, shutdown_timeout_s=FLUSH_S)
         await runner.setup()
         self._runners.append(runner)
-        await listen(runner, addresses, share=share, tls=tls)
-        return int(runner.addresses[0][1])
+        return runner
 
     async def close(self) -> None:
         """Accept nothing more. Handlers send what is left, for FLUSH_S at most. Idempotent."""

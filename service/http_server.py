@@ -48,6 +48,9 @@ ACCEPTS_PER_TURN = 128
 milliseconds when much is going on: with few handles, a probe waits for seconds behind a burst of connections. How many
 of those that were accepted begin in a turn is the turnstile's."""
 
+ADMIN_ACCEPTS_PER_TURN = 8
+"""The same of the admin port, where no crowd comes. Each is an open file of SPARE_FILES (process.py)."""
+
 
 def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
     """A runner for `app`. shutdown_timeout_s: how long `cleanup` waits for handlers before it cancels them."""
@@ -102,7 +105,12 @@ def _prepare(unbound: socket.socket, family: int) -> None:
 
 
 async def listen(
-    runner: web.AppRunner, addresses: Sequence[Address], *, share: bool = False, tls: ssl.SSLContext | None = None
+    runner: web.AppRunner,
+    addresses: Sequence[Address],
+    *,
+    share: bool = False,
+    tls: ssl.SSLContext | None = None,
+    accepts_per_turn: int = ACCEPTS_PER_TURN,
 ) -> None:
     """Answer on these addresses. share: with other processes, which the system deals connections out to.
 
@@ -112,7 +120,7 @@ async def listen(
         with socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share) as bound:
             if sys.platform == "linux":  # connections inherit it
                 bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1000))
-            for _ in range(ACCEPTS_PER_TURN):
+            for _ in range(accepts_per_turn):
                 await web.SockSite(runner, bound.dup(), backlog=BACKLOG, ssl_context=tls).start()
 
 

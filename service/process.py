@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-SPARE_FILES = 512
-"""Open files beside those of requests that generate: listening sockets (32 an address, 128 where `localhost` is two),
-probes, idle connections, and up to 32 new connections for each turn of the loop between a request's arrival and its
-refusal. 256 were too few where turns are long.
+SPARE_FILES = 768
+"""Open files beside those of requests that generate: listening sockets (136 for an address of both ports, 272 where
+`localhost` is two), probes, idle connections, and up to 128 new connections an address for each turn of the loop
+between a request's arrival and its refusal.
 """
 
 

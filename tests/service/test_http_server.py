@@ -2,12 +2,19 @@
 
 import asyncio
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import uvloop
 from aiohttp import web
+from http_house import CountingMetrics
 
+from service.doors import Doors
+from service.front_end import ApiSettings, FrontEnd
 from service.http_server import ACCEPTS_PER_TURN, addresses_of, listen, make_runner
+from service.process import SPARE_FILES
+from service.questions import Answers
 
 
 def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop() -> None:
@@ -40,12 +47,33 @@ def test_a_burst_of_connections_is_accepted_in_a_few_turns_of_the_loop() -> None
             client.close()
 
 
-async def test_every_address_of_a_host_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+async def two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What any host has, as `localhost` may."""
+
     async def addresses(*_: object, **__: object) -> list[tuple[object, ...]]:
         kind = socket.AF_INET, socket.SOCK_STREAM, 6, ""
         return [(*kind, ("127.0.0.1", 0)), (*kind, ("127.0.0.2", 0)), (*kind, ("127.0.0.1", 0))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_most_spare_files_are_left_by_what_listens(two_addresses: None) -> None:
+    doors = Doors(FrontEnd(ApiSettings(version="1"), CountingMetrics(), lambda **_: None, Answers()), None)
+    before = open_files()
+    await doors.open_at("somewhere", 0, "somewhere", 0)
+    try:
+        assert open_files() - before < SPARE_FILES / 2
+    finally:
+        await doors.close()
+
+
+async def test_every_address_of_a_host_is_listened_on(two_addresses: None) -> None:
     runner = make_runner(web.Application())
     await runner.setup()
     try:
