@@ -251,6 +251,8 @@ def _no_slots(operations: Operations, sequence: Sequence) -> BadRequest:
     most, used = tenants.limits[tenant].swap_max, int(tenants.swap_usage[tenant])
     if not swap.usable:
         words = "this server has no swap area"
+    elif memory.swapper.rests:
+        words = "a copy has failed, so nothing is copied out for up to a minute"
     elif most - used < memory.sequence_memory(space_of(sequence)).resident:
         words = f"swap_max of its tenant is {most} slots, and {used} of them are in use"
     else:

@@ -258,6 +258,17 @@ async def test_a_priority_moves_one_in_the_queue_and_among_those_that_run() -> N
         without.do("sequences/{of}/priority", f"0.{number}", priority=1)
 
 
+async def test_a_swap_out_while_swapping_rests_is_told_so() -> None:
+    house, _ = house_with_ears(slots=40)
+    house.executor.end_swaps = lambda ticket: False
+    numbers = [house.submit([salt] * 10, 60) for salt in (1, 2)]
+    await steps(house, 4)
+    house.do("sequences/{of}/swap_out", f"0.{numbers[0]}")
+    await steps(house, 4)
+    with pytest.raises(BadRequest, match="a copy has failed"):
+        house.do("sequences/{of}/swap_out", f"0.{numbers[1]}")
+
+
 @pytest.mark.parametrize("action", ["swap_out", "madvise"])
 @pytest.mark.parametrize("is_paused", [False, True])
 async def test_a_swap_out_that_meets_swap_max_is_told_so(action: str, is_paused: bool) -> None:
