@@ -86,6 +86,7 @@ class CpuExecutor:
     """`model.executor.Executor` in torch. Takes the parameters over: they are repacked in place."""
 
     resizes_frames = True
+    step_sizes: tuple[int, ...] = ()
     polls = 0  # a step takes milliseconds: let a thread wait
 
     def __init__(

@@ -44,7 +44,7 @@ from model.kernels import SCORED_AT_ONCE
 from model.out_of_memory import is_out_of_memory
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
-from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, ladder
+from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, ladder, step_sizes
 from model.step_plan import LogProbs, ScoredTokens, StepPlan, StepResult
 from model.swap_mover import SwapMover
 from model.transformer import forward
@@ -423,6 +423,7 @@ class CudaExecutor:
             has_cascade = self._program.kernels.shared_prefix is not None
             sizes = ladder(max_running=max_running, max_tokens=self._program.max_tokens, has_cascade=has_cascade)
             self._graphs = StepGraphs(sizes if graphs else iter(()), self._captured, seconds=CAPTURE_S)
+            self.step_sizes = step_sizes(self._program.max_tokens) if graphs else ()
             self.stream.synchronize()
             report.ended("graphs")
 

@@ -14,6 +14,7 @@ go without, and none is captured for RETRY_S.
 It knows no torch: how a graph is captured is an argument, so the tests run it with made-up ones.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,16 @@ without groups use the others, which lack the pass: in a graph an idle launch a 
 
 MIXED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
-"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Above the last one a step
-computes long enough for the host to launch it kernel by kernel."""
+"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes."""
+
+LARGE_TOKENS = (640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144)
+"""And of larger ones, below a step's most tokens: of these and of that only steps that all but fill one take it.
+Prompts that come faster than they are computed fill steps to the brim, and chunks that are cut for a bound on gaps are
+cut to such a size (step_sizes). What is launched kernel by kernel holds the host up: it stands in the middle of the
+step, and the tokens of the step before are late by that (measured on an H200: up to the whole step)."""
+
+LEAST_FULL = 15 / 16
+"""Of a large graph's tokens."""
 
 RETRY_S = 60.0
 """After a capture that found no memory: each try costs milliseconds, and what was full will be so for a while."""
@@ -44,6 +53,13 @@ LEAST_FULL = 15 / 16
 """Of a step's most tokens: prompts that come faster than they are computed fill steps to the brim. Those have graphs,
 since the driver takes only so many launches ahead: the host would wait in the middle of one, and with it the tokens of
 the step before (measured on an H200: 6 ms between two such steps, and tokens two steps late)."""
+
+
+def step_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Token counts, ascending, that steps with prefill are best cut to: up to the first there is a graph for each."""
+    if max_tokens <= MIXED_TOKENS[-1]:
+        return ()
+    return MIXED_TOKENS[-1], *(size for size in LARGE_TOKENS if size < max_tokens), max_tokens
 
 
 class Kind(Enum):
@@ -94,9 +110,9 @@ def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[
     for tokens, sequences in mixed:
         is_end = sequences in (min(MIXED_SEQUENCES[0], tokens, max_running), min(tokens, max_running))
         yield GraphSize(Kind.MIXED, tokens, sequences), tokens in first and is_end
-    if max_tokens > MIXED_TOKENS[-1]:
-        for sequences in _up_to(MIXED_SEQUENCES, max_running):
-            yield GraphSize(Kind.MIXED, max_tokens, sequences, least_tokens=int(LEAST_FULL * max_tokens)), False
+    for tokens in step_sizes(max_tokens)[1:]:
+        for sequences in _up_to(MIXED_SEQUENCES, min(tokens, max_running)):
+            yield GraphSize(Kind.MIXED, tokens, sequences, least_tokens=math.ceil(LEAST_FULL * tokens)), False
     for kind, batches in kinds:
         for size in _up_to(batches, max_running):
             yield GraphSize(kind, size, size, weighs=False), False

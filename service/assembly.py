@@ -120,6 +120,7 @@ def assemble(
         ageing_s=settings.priority_ageing_s if settings.scheduling_policy == "priority" else None,
         most_overtaken=settings.max_overtakes,
         max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
+        step_sizes=executor.step_sizes,
     )
     scheduler = Scheduler(memory, bounds)
     rates = RateLimits({name: each.rate_limit for name, each in settings.tenants.items()}, time.monotonic)

@@ -12,10 +12,14 @@ What is not known is tried in small portions: prompt tokens of a step, and decod
 could hold is not tried: a step always takes LEAST_CHUNK tokens of a prompt, and where one decode alone exceeds the
 bound, all are admitted.
 
+On a GPU steps of certain sizes are launched at once, and large ones of others kernel by kernel, which makes the host,
+and the tokens of the step before, late: so large steps are cut to a size.
+
 No clock is read here: durations are arguments.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +140,8 @@ class TimeLeft:
     seconds: float
     of_token: float
     of_key: float
+    tokens: int = 0  # of the step so far
+    sizes: tuple[int, ...] = ()  # ascending; a step of more tokens than the first is cut to one of them
     has_taken: bool = False
 
     def grant(self, start: int, most: int) -> int:
@@ -143,11 +149,18 @@ class TimeLeft:
         fit = self._fit(start)
         if not self.has_taken:
             fit = max(fit, LEAST_CHUNK)
-        return min(fit, most) if fit >= min(LEAST_CHUNK, most) else 0
+        return self._cut(min(fit, most)) if fit >= min(LEAST_CHUNK, most) else 0
 
     def take(self, start: int, count: int) -> None:
         self.seconds -= self.of_token * count + self.of_key * count * (start + count / 2)
+        self.tokens += count
         self.has_taken = True
+
+    def _cut(self, count: int) -> int:
+        """So many, or as many fewer as make the step one of the sizes, if that leaves LEAST_CHUNK."""
+        place = bisect_right(self.sizes, self.tokens + count)
+        fewer = self.sizes[place - 1] - self.tokens if place else 0
+        return fewer if fewer >= LEAST_CHUNK else count
 
     def _fit(self, start: int) -> int:
         """The largest n with of_token n + of_key n (start + n / 2) <= seconds."""
@@ -162,8 +175,9 @@ class TimeLeft:
 class Pace:
     """Plans steps for one bound, and learns from those that have ended."""
 
-    def __init__(self, max_gap_s: float) -> None:
-        self._target_s = TARGET * max_gap_s
+    def __init__(self, max_gap_s: float, step_sizes: tuple[int, ...] = ()) -> None:
+        """step_sizes: tokens of a step, ascending: larger ones than the first are cut to one of them."""
+        self._target_s, self._step_sizes = TARGET * max_gap_s, step_sizes
         self._decode = Fit(3)  # 1, decodes, keys
         self._mixed = Fit(5)  # 1, decodes, keys, prompt tokens, keys that these read
         self._largest = LEAST_CHUNK  # prompt tokens of one step so far
@@ -175,7 +189,8 @@ class Pace:
             return StepBudget(tokens)  # nobody waits for a next token
         base, of_decode, of_decode_key, of_token, of_key = self._mixed.coefficients.tolist()
         seconds = self._target_s - (base + of_decode * decodes + of_decode_key * decode_keys)
-        return StepBudget(min(tokens, 2 * self._largest), TimeLeft(seconds, of_token, of_key))
+        left = TimeLeft(seconds, of_token, of_key, decodes, self._step_sizes)
+        return StepBudget(min(tokens, 2 * self._largest), left)
 
     def allows(self, rows: int, keys: int) -> bool:
         """Whether so many rows may decode at once, which have so many keys together: whether a step of them keeps to

@@ -90,6 +90,7 @@ class SchedulerSettings:
     finds_shared_prefixes: bool = False  # plans say which decodes begin with the same frames (StepPlan.groups)
     prefix_caching: bool = True  # whether requests may read and fill the page cache
     max_gap_s: float | None = None  # between two tokens of a Sequence (pace.py)
+    step_sizes: tuple[int, ...] = ()  # what steps with prompts are cut to then: Executor.step_sizes
     most_overtaken: int = 0  # times that a waiting one may be overtaken for what others have cached (rule 14)
     ageing_s: float | None = None  # of waiting make a level of priority (rule 12); None: priorities mean nothing
 
@@ -127,7 +128,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, Key]] = []  # a heap, also of those who have ended before
         self._ended = Committed.nothing()  # what ended outside a commit, for `take_ended`
         self._victims = Victims(memory, self.sequences)
-        self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s)
+        self._pace = None if settings.max_gap_s is None else Pace(settings.max_gap_s, settings.step_sizes)
         self._committed_s = 0.0
         self._waits_for_compute = False
         self._stand_still = False  # whether somebody did when it was reported last

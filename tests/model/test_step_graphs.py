@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.step_graphs import RETRY_S, GraphSize, Kind, StepGraphs, ladder
+from model.step_graphs import RETRY_S, GraphSize, Kind, StepGraphs, ladder, step_sizes
 
 
 class Graphs:
@@ -92,12 +92,24 @@ def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
     assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 160, 64)
 
 
-def test_full_steps_have_graphs_and_those_that_are_large_but_not_full_have_none() -> None:
-    graphs = Graphs(ladder(max_running=256, max_tokens=4096, has_cascade=False), seconds=10.0)
-    found = [graphs.find(Kind.MIXED, tokens, 9) for tokens in (4096, 3840, 3839, 513, 512)]
-    full = GraphSize(Kind.MIXED, 4096, 64, least_tokens=3840)
-    assert found == [full, full, None, None, GraphSize(Kind.MIXED, 512, 64)]
-    assert graphs.find(Kind.MIXED, 4096, 257) is None
+def test_large_steps_have_graphs_if_they_all_but_fill_one() -> None:
+    graphs = Graphs(ladder(max_running=256, max_tokens=4000, has_cascade=False), seconds=10.0)
+    found = [graphs.find(Kind.MIXED, tokens, 9) for tokens in (4000, 3750, 3749, 1024, 960, 959, 513, 512)]
+    full, large = (GraphSize(Kind.MIXED, n, 64, least_tokens=least) for n, least in ((4000, 3750), (1024, 960)))
+    assert found == [full, full, None, large, large, None, None, GraphSize(Kind.MIXED, 512, 64)]
+    assert graphs.find(Kind.MIXED, 4000, 257) is None
+
+
+def test_a_step_that_is_cut_to_one_of_the_sizes_has_a_graph_of_exactly_that() -> None:
+    assert step_sizes(300) == step_sizes(512) == ()
+    for max_tokens in (600, 2048, 8192):
+        graphs = Graphs(ladder(max_running=256, max_tokens=max_tokens, has_cascade=False), seconds=10.0)
+        sizes = step_sizes(max_tokens)
+        assert (sizes[0], sizes[-1]) == (512, max_tokens)
+        for tokens in sizes:
+            found = graphs.find(Kind.MIXED, tokens, 33)
+            assert found is not None
+            assert found.tokens == tokens
 
 
 def test_a_step_that_weighs_nothing_takes_a_graph_without_it_or_a_smaller_one_with_it() -> None:

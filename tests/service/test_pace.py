@@ -183,3 +183,29 @@ def test_a_pace_without_experience_begins_small() -> None:
     assert pace.budget(1000, decodes=1, decode_keys=10).grant(0, 900) == 2 * LEAST_CHUNK
     pace.observe(StepWork(1, 10, 2 * LEAST_CHUNK, 500.0), 1e-4)
     assert pace.budget(1000, decodes=1, decode_keys=10).grant(0, 900) == 4 * LEAST_CHUNK
+
+
+def test_a_large_step_is_cut_to_a_size_that_is_launched_at_once() -> None:
+    """Also where its prompt would end there. What is small, or would be left with next to nothing, is not cut."""
+    left = TimeLeft(seconds=1.0, of_token=1e-3, of_key=0.0, tokens=32, sizes=(512, 640, 1024))
+    assert [left.grant(0, most) for most in (480, 481, 607, 608, 900, 5000)] == [480, 480, 480, 608, 608, 992]
+    left.take(0, 480)
+    assert left.grant(0, 100) == 100
+    left.take(0, 100)
+    assert [left.grant(0, most) for most in (20, 28, 400)] == [20, 28, 28]
+    crowded = TimeLeft(seconds=1.0, of_token=1e-3, of_key=0.0, tokens=505, sizes=(512, 640))
+    assert crowded.grant(0, 100) == 100
+
+
+def test_prompts_beside_decodes_fill_steps_of_the_sizes() -> None:
+    sizes = (64, 96, 128, 192)
+    driver = make(
+        frames=1200, rows=12, page_size=16, max_batched_tokens=256, max_length=PROMPT + 400, max_gap_s=0.010,
+        step_sizes=sizes,
+    )  # fmt: skip
+    driver.turn_s, driver.step_s = 1e-6, like_a_gpu
+    run_beside_decodes(driver, prompts=4)
+    assert_right(driver, prompts=4)
+    mixed = [len(plan.token_ids) for plan in driver.executor.plans if plan.decodes < len(plan.rows) and plan.decodes]
+    assert set(mixed) & set(sizes)
+    assert all(tokens <= sizes[0] or tokens in sizes for tokens in mixed)
