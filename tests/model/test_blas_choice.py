@@ -70,4 +70,4 @@ def test_a_captured_product_is_right_by_either_library(rows, outputs, inputs, ou
                 torch.mm(x, weight.t(), out=out)
         graph.replay()
         errors.append(float((out.double() - expected).abs().max() / expected.abs().max()))
-    assert max(errors) <= (2**-8 if out_dtype == torch.bfloat16 else 2**-16)
+    assert max(errors) <= (2**-8 if out_dtype == torch.bfloat16 else 2**-14)  # float32 sums of up to 14,336
