@@ -34,12 +34,12 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the longest group, that are tr
 # What a launch costs, in microseconds on an H200, fitted to "shared beginnings" of `pagewalk bench kernels`. `dims` is
 # head_dim / 128
 LAUNCH_US = 3.0
-ITEM_US = 1.5, 2.5  # an item of a multiprocessor: fixed, and times dims
-TILE_US = 0.2, 1.25  # a tile, likewise
+ITEM_US = 0.2, 0.6  # an item of a multiprocessor: fixed, and times dims
+TILE_US = 0.2, 2.0  # a tile, likewise
 PART_US = 0.15  # to write a part and go on from it, of one member and kv head; a multiprocessor's share of all these
 
 LEAST_PAGES = 4
-"""A group that shares less decodes as it would alone: its item would cost as much as 3 tiles more."""
+"""A group that shares less decodes as it would alone: a tile costs as much however few of its pages are there."""
 
 STREAM_BYTES_PER_US, L2_BYTES_PER_US = 4.5e6, 8.5e6  # that plain decode reads: from memory, and again from the L2
 L2_BYTES = 60e6
