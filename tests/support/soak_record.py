@@ -16,7 +16,7 @@ import numpy as np
 MOST_GROWTH = 0.05
 """Of the engine's resident memory over the second half of a life, by its slope: what an allocator keeps."""
 
-POINTS = 240
+POINTS = 160
 """Of a line in the picture."""
 
 COLOURS = {"engine": "#2f6f9f", "front end 0": "#c07830", "front end 1": "#d8b060", "clients": "#a0a0a0"}
@@ -92,8 +92,13 @@ def plot(samples: list[dict[str, Any]], path: Path) -> None:
     for name, colour in COLOURS.items():
         memory.plot(x, drawn[name], color=colour, label=name)
     memory.set(ylabel="resident MiB", ylim=(0, None), xlabel="minutes")
+    begins = {sample["life"]: sample["s"] / 60 for sample in reversed(samples)}
+    for name, minute in begins.items():
+        answers.text(minute, 0, f" {name}", fontsize=7, rotation=90, va="bottom", ha="right")
     for axis in (answers, moves, pool, slots, memory):
         axis.legend(fontsize=7, loc="upper left")
+        for minute in begins.values():
+            axis.axvline(minute, color="#c0c0c0", lw=0.8)
     figure.tight_layout()
     figure.savefig(path)
 
