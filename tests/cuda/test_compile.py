@@ -166,7 +166,7 @@ def test_what_another_process_builds_is_in_the_cache(tmp_path) -> None:
     apart = build_apart(*wanted, cache_folder=tmp_path / "apart")
     assert cached(*wanted, cache_folder=tmp_path / "apart") == apart
     here = build(*wanted, cache_folder=tmp_path / "here")
-    assert apart == here
+    assert (apart.code, apart.names) == (here.code, here.names), "the log may tell how long it took"
 
 
 def test_what_another_process_cannot_build_is_said_here(tmp_path) -> None:
