@@ -31,6 +31,9 @@ Grid = int | tuple[int, int] | tuple[int, int, int]
 Argument = Tensor | float | None
 """A tensor is passed as its address, None as the null pointer, a number by the letter of the kernel's signature."""
 
+LEAST_CAPABILITY, MOST_CAPABILITY = 80, 103
+"""Later devices (RTX 50) give a block 99 KB of shared memory, and the kernels for 9.0 and up take more."""
+
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -232,9 +235,10 @@ class DeviceLoader:
         properties = torch.cuda.get_device_properties(device_index)
         self.capability = 10 * properties.major + properties.minor
         self.multiprocessors: int = properties.multi_processor_count
-        if self.capability < 80:
+        if not LEAST_CAPABILITY <= self.capability <= MOST_CAPABILITY:
             raise UnsupportedDevice(
-                f"{properties.name} has compute capability {self.capability / 10}: the kernels need 8.0 or higher"
+                f"{properties.name} has compute capability {self.capability / 10}: the kernels are for "
+                f"{LEAST_CAPABILITY / 10} to {MOST_CAPABILITY / 10}"
             )
         suffix = "a" if self.capability >= 90 else ""  # Hopper's own instructions exist in the "a" form only
         self.architecture = f"sm_{self.capability}{suffix}"

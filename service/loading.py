@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from model.errors import ModelError
+from cuda.errors import DriverError, UnsupportedDevice
+from model.errors import ModelError, OutOfDeviceMemory
 from model.step_plan import SamplingParameters
 from service.doors import FLUSH_S
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, Event, Submit
@@ -147,10 +148,14 @@ def _failures(what: str) -> Iterator[None]:
     """Turns what can go wrong outside of us into a Failure of one line."""
     try:
         yield
+    except OutOfDeviceMemory as error:
+        raise Failure(str(error), EXIT_DEVICE) from error
     except (ModelError, TokenizerNotUsable) as error:
         raise Failure(str(error), EXIT_MODEL) from error
     except MemoryError as error:
         raise Failure(f"not enough memory to {what}: {error}", EXIT_DEVICE) from error
+    except (DriverError, UnsupportedDevice) as error:
+        raise Failure(f"the device cannot {what}: {error}", EXIT_DEVICE) from error
     except OSError as error:
         raise Failure(f"cannot {what}: {error}", EXIT_MODEL) from error
     except RuntimeError as error:

@@ -11,7 +11,7 @@ import torch
 
 from cuda import launch
 from cuda.compile import Build, build
-from cuda.errors import CompileError, DriverError
+from cuda.errors import CompileError, DriverError, UnsupportedDevice
 from cuda.launch import AwaitedKernel, DeviceKernel, DeviceLoader, KernelSpec
 
 DEFAULT, MOST = 48 << 10, 227 << 10
@@ -92,6 +92,14 @@ def loader(monkeypatch, tmp_path: Path) -> DeviceLoader:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(launch, "_load", Loaded)
     return DeviceLoader(cache_folder=tmp_path)
+
+
+@pytest.mark.parametrize(("major", "minor"), [(7, 5), (12, 0)])
+def test_a_device_that_the_kernels_are_not_for_is_refused_by_name(monkeypatch, major, minor) -> None:
+    device = SimpleNamespace(name="fake", major=major, minor=minor, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    with pytest.raises(UnsupportedDevice, match=rf"fake .* {major}\.{minor}: the kernels are for 8\.0 to 10\.3"):
+        DeviceLoader()
 
 
 COPY, SCATTER = KernelSpec("page_copy", "PPPq", 256), KernelSpec("scatter", "PPPPPPiiiii", 256)

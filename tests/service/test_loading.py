@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cuda.errors import driver_error
-from model.errors import BadCheckpoint
+from cuda.errors import UnsupportedDevice, driver_error
+from model.errors import BadCheckpoint, OutOfDeviceMemory
 from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures
 
 
@@ -17,6 +17,9 @@ from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), EXIT_DEVICE),
         (RuntimeError("CUDA error: no kernel image is available for execution on the device"), EXIT_DEVICE),
         (RuntimeError("Found no NVIDIA driver on your system"), EXIT_DEVICE),
+        (driver_error("cuInit", 999, "CUDA_ERROR_UNKNOWN"), EXIT_DEVICE),
+        (UnsupportedDevice("Tesla T4 has compute capability 7.5"), EXIT_DEVICE),
+        (OutOfDeviceMemory("no room for a frame"), EXIT_DEVICE),
         (BadCheckpoint("a tensor is missing"), EXIT_MODEL),
         (OSError(28, "No space left on device"), EXIT_MODEL),
     ],
