@@ -42,16 +42,8 @@ AT_ONCE = 16
 MOST_SAVED = 12
 TIMEOUT = "length", "timeout"
 COUNTED = (
-    "preempt",
-    "preempt_swap",
-    "preempt_recompute",
-    "swap_in",
-    "swap_out",
-    "swap_failed",
-    "evict",
-    "cow_fault",
-    "fork",
-)
+    "preempt", "preempt_swap", "preempt_recompute", "swap_in", "swap_out", "swap_failed", "evict", "cow_fault", "fork",
+)  # fmt: skip
 """Of the server's own counts."""
 MOST_SAMPLES = 400
 """In a file."""

@@ -5,8 +5,8 @@ import hashlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,19 @@ class SoakServer:
 
         Raises FrontEndDied.
         """
-        before = -1 if self._is_killing else self._deaths
         came = [] if came is None else came
-        try:
+        with self._may_lose_its_front_end():
             async with self._session.post(url, json=body, headers=headers) as response:
                 while piece := await response.content.readany():
                     came.append(piece)
                     await asyncio.sleep(pause_s)
                 return response.status, b"".join(came).decode()
+
+    @contextmanager
+    def _may_lose_its_front_end(self) -> Iterator[None]:
+        before = -1 if self._is_killing else self._deaths
+        try:
+            yield
         except (aiohttp.ClientError, ConnectionError):
             if before == self._deaths:
                 raise
@@ -102,20 +107,18 @@ class SoakServer:
             return status, text
 
     async def delete(self, url: str, headers: dict[str, str]) -> None:
-        async with self._session.delete(url, headers=headers) as response:
-            assert response.status < 500, await response.text()
+        """Raises FrontEndDied."""
+        with self._may_lose_its_front_end():
+            async with self._session.delete(url, headers=headers) as response:
+                assert response.status < 500, await response.text()
 
     async def view(self, name: str) -> Any:
         headers = {"Authorization": "Bearer root"}
         while True:
-            before = -1 if self._is_killing else self._deaths
-            try:
+            with suppress(FrontEndDied), self._may_lose_its_front_end():
                 async with self._session.get(self._admin_url + name, headers=headers) as response:
                     assert response.status == 200, await response.text()
                     return await response.json()
-            except (aiohttp.ClientError, ConnectionError):
-                if before == self._deaths:
-                    raise
 
     async def kill_front_end(self, place: int, of: int) -> None:
         """SIGKILL one of so many; returns when another has taken its place."""
