@@ -76,6 +76,7 @@ def plot(samples: list[dict[str, Any]], path: Path) -> None:
     import matplotlib  # only here: a mix without a picture needs none
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     import matplotlib.pyplot as plt
 
     drawn = lines(samples)
