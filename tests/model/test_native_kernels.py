@@ -2,8 +2,8 @@
 
 import ctypes
 import platform
-from pathlib import Path
 
+import kept_builds
 import numpy as np
 import pytest
 import torch
@@ -224,13 +224,11 @@ def test_the_structs_are_those_of_the_sources(native: Native) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="chooses instructions of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
-def test_processors_without_avx512(
-    native: Native, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instructions: str
-) -> None:
+def test_processors_without_avx512(native: Native, tiny, monkeypatch: pytest.MonkeyPatch, instructions: str) -> None:
     """Vectors of four lanes (what aarch64 gets) and of eight, bfloat16 without its instructions: as right as here."""
     options = [f"-march={instructions}" if o.startswith("-march") else o for o in native_library.OPTIONS]
     monkeypatch.setattr(native_library, "OPTIONS", tuple(options))
-    other = native_library.load(cache_folder=tmp_path / "cache")
+    other = native_library.load(cache_folder=kept_builds.build_folder())
     model = tiny("Qwen3", head_dim=20, hidden_size=100)
     ids = np.random.default_rng(0).integers(0, 211, 75).tolist()
     ours = Network.load(model.folder, other).logits(ids, [40, 1, 34])
