@@ -181,10 +181,10 @@ async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], di
     try:
         await front_ends.open()
         await front_ends.serve(engine, Serve(facts, TokenizerFiles(str(files.folder), None, vocabulary), limits))
-        await _run(engine, pipe, "warm-up", options.streams, WARM_UP_TOKENS, 0.0)
+        await _run(engine, front_ends, pipe, "warm-up", options.streams, WARM_UP_TOKENS, 0.0)
         results = []
         for name, step_s in (("paced", options.step_ms / 1000), ("burst", 0.0)):
-            results.append(await _run(engine, pipe, name, options.streams, options.tokens, step_s))
+            results.append(await _run(engine, front_ends, pipe, name, options.streams, options.tokens, step_s))
         return results, await _alone(engine, pipe, options.requests)
     finally:
         pipe.send(None)
@@ -202,20 +202,20 @@ async def _alone(engine: RandomEngine, pipe: Connection, requests: int) -> dict[
 
 
 async def _run(
-    engine: RandomEngine, pipe: Connection, name: str, streams: int, tokens: int, step_s: float
+    engine: RandomEngine, front_ends: FrontEnds, pipe: Connection, name: str, streams: int, tokens: int, step_s: float
 ) -> dict[str, Any]:
     """Let all streams begin, then make their tokens."""
     loop = asyncio.get_running_loop()
-    cpu_s = sum(_cpu_s())
+    cpu_s = await _cpu_s(front_ends)
     pipe.send((streams, tokens))
     while len(engine.running) < streams:  # noqa: ASYNC110 - requests come over sockets
         await asyncio.sleep(0.01)
-    begin, begun = _cpu_s(), time.perf_counter()
-    last = begin
+    begin_s, begin_system_s, begun = await _cpu_s(front_ends), _system_s(), time.perf_counter()
+    last_s, last_system_s = begin_s, begin_system_s
     engine_began = time.process_time()
     for number in range(tokens):
         if number == tokens - 1 and step_s:
-            last = _cpu_s()
+            last_s, last_system_s = await _cpu_s(front_ends), _system_s()
         engine.step(number)
         if step_s:
             await asyncio.sleep(max(0.0, begun + (number + 1) * step_s - time.perf_counter()))
@@ -224,33 +224,36 @@ async def _run(
     engine_s = time.process_time() - engine_began
     events = await loop.run_in_executor(None, pipe.recv)
     took_s = time.perf_counter() - begun
-    whole_s = sum(_cpu_s()) - sum(begin)
+    whole_s = await _cpu_s(front_ends) - begin_s
     made = streams * tokens
-    in_events = [end - at_first for end, at_first in zip(last, begin, strict=True)] if step_s else [whole_s]
-    counted = events - streams if step_s else events
+    in_events_s, counted = (last_s - begin_s, events - streams) if step_s else (whole_s, events)
     return {
         "run": name,
         "streams": streams,
         "tokens": made,
         "tokens_per_event": round(made / events, 2),
-        "cpu_us_per_event": round(sum(in_events) / counted * 1e6, 2),
-        "of_which_system": round(in_events[1] / counted * 1e6, 2) if step_s else None,
+        "cpu_us_per_event": round(in_events_s / counted * 1e6, 2),
+        "of_which_system": round((last_system_s - begin_system_s) / counted * 1e6, 2) if step_s else None,
         "cpu_us_per_token": round(whole_s / made * 1e6, 2),
         "tokens_per_cpu_s": round(made / whole_s),
-        "cpu_us_per_request": round((sum(begin) - cpu_s) / streams * 1e6, 1),
+        "cpu_us_per_request": round((begin_s - cpu_s) / streams * 1e6, 1),
         "engine_cpu_us_per_step": round(engine_s / tokens * 1e6, 1),
         "took_s": round(took_s, 2),
     }
 
 
-def _cpu_s() -> tuple[float, float]:
-    """CPU time of all front ends, which are children of this process, so far: user and system."""
+async def _cpu_s(front_ends: FrontEnds) -> float:
+    await front_ends.fresh_reports()
+    return sum(report.cpu_s for report in front_ends.reports())
+
+
+def _system_s() -> float:
+    """What the system took of it, in hundredths of a second: front ends are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     found = [Path("/proc", child) for child in children]
     front_ends = [each for each in found if b"service.front_end_process" in (each / "cmdline").read_bytes()]
-    ticks = [(each / "stat").read_text().rsplit(")", 1)[1].split()[11:13] for each in front_ends]
-    user, system = (sum(int(each[i]) for each in ticks) / os.sysconf("SC_CLK_TCK") for i in range(2))
-    return user, system
+    ticks = [(each / "stat").read_text().rsplit(")", 1)[1].split()[12] for each in front_ends]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

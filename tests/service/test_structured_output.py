@@ -338,6 +338,7 @@ async def test_c29_deeply_nested_schemas_are_a_400_and_the_process_lives(house: 
     for name, body in deep(levels).items():
         data = io.BytesIO(body.encode())
         async with house.session.post(f"{house.url}/v1/completions", data=data, headers=headers) as response:
-            expected = 200 if (name, levels) == ("const", 100) else 400
-            assert response.status == expected, (name, await response.text())
+            refused = (400, 413) if levels > 1_000 else (400,)  # as a schema, or as a body of so many objects
+            expected = (200,) if (name, levels) == ("const", 100) else refused
+            assert response.status in expected, (name, await response.text())
     assert (await text_of(house, structured_outputs={"regex": "ab"}))[0] == "ab"
