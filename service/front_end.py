@@ -46,6 +46,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         return KeyRing(self.api_keys, None if self.api_key_file is None else Path(self.api_key_file))
 
 
+MOST_WAITING = 256
+"""Requests that may wait for their turn beyond those that may generate: a third of the spare files (process.py)."""
+
+
 class HttpMetrics(Protocol):
     """Who counts requests (http_counts.py)."""
 
@@ -102,6 +106,16 @@ class FrontEnd:
             raise QueueFull(
                 f"{self.generating} requests are open, the limit is {limit}: try again later", reason="open_requests"
             )
+
+    async def enter(self) -> None:
+        """Wait until a new request may begin. Raises QueueFull, at once, if so many wait that sockets run out.
+
+        Requests that do not generate, such as aborts, may wait also where no further one may generate.
+        """
+        limit, held = self.settings.max_generating, self.generating + self.turnstile.waiting
+        if limit is not None and held >= limit + MOST_WAITING:
+            raise QueueFull(f"{held} requests are open: try again later", reason="open_requests")
+        await self.turnstile.enter()
 
     async def spend(self, tenant: str, tokens: int) -> None:
         """Count tokens of a tenant's request that was let in, if anybody counts them."""

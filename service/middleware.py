@@ -166,7 +166,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         check_access(request)
         if request.method == "POST" and access_of(request) == "key":
             async with counted(request):
-                await request.app[FRONT_END].turnstile.enter()
+                await request.app[FRONT_END].enter()
                 return await handler(request), None
         return await handler(request), None
     except PagewalkError as error:

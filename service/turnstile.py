@@ -19,6 +19,11 @@ class Turnstile:
         self._passed = 0  # in this turn
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have come and may not begin yet; some of them may have left meanwhile."""
+        return len(self._waiting)
+
     async def enter(self) -> None:
         """Return once this request may begin: at once, unless as many others began in this turn."""
         loop = asyncio.get_running_loop()

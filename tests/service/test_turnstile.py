@@ -1,7 +1,12 @@
 """A burst of requests leaves room in each turn of the event loop."""
 
 import asyncio
+from typing import Any
 
+import pytest
+
+from service.errors import QueueFull
+from service.front_end import MOST_WAITING, ApiSettings, FrontEnd
 from service.turnstile import Turnstile
 
 
@@ -56,3 +61,17 @@ async def test_a_turn_without_requests_leaves_nothing_to_run() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         assert turnstile._passed == 0
+
+
+async def test_who_waits_holds_a_socket_so_no_more_wait_than_there_are_files_for() -> None:
+    nobody: Any = None
+    limit = 3
+    settings = ApiSettings(version="test", max_generating=limit)
+    front_end = FrontEnd(settings, nobody, nobody, nobody, generating=1, turnstile=Turnstile(1))
+    waiting = [asyncio.create_task(front_end.enter()) for _ in range(MOST_WAITING + limit)]
+    asked = asyncio.create_task(front_end.enter())
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="requests are open"):
+        await asked
+    await asyncio.gather(*waiting)
+    await front_end.enter()  # and when they have begun there is room again
