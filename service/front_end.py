@@ -101,21 +101,22 @@ class FrontEnd:
 
     def check_room(self) -> None:
         """Raise QueueFull if one more open request would take the sockets that probes and refusals need."""
-        limit = self.settings.max_generating
-        if limit is not None and self.generating >= limit:
-            raise QueueFull(
-                f"{self.generating} requests are open, the limit is {limit}: try again later", reason="open_requests"
-            )
+        self._check_open(self.generating)
 
     async def enter(self) -> None:
         """Wait until a new request may begin. Raises QueueFull, at once, if so many wait that sockets run out.
 
         Requests that do not generate, such as aborts, may wait also where no further one may generate.
         """
-        limit, held = self.settings.max_generating, self.generating + self.turnstile.waiting
-        if limit is not None and held >= limit + MOST_WAITING:
-            raise QueueFull(f"{held} requests are open: try again later", reason="open_requests")
+        self._check_open(self.generating + self.turnstile.waiting, spare=MOST_WAITING)
         await self.turnstile.enter()
+
+    def _check_open(self, held: int, spare: int = 0) -> None:
+        if self.settings.max_generating is None:
+            return
+        limit = self.settings.max_generating + spare
+        if held >= limit:
+            raise QueueFull(f"{held} requests are open, the limit is {limit}: try again later", reason="open_requests")
 
     async def spend(self, tenant: str, tokens: int) -> None:
         """Count tokens of a tenant's request that was let in, if anybody counts them."""
