@@ -168,26 +168,30 @@ class CudaRows:
         return None
 
 
+SETTING_NAMES: tuple[str, ...] = SETTINGS.names or ()
+
+
 def _record(p: SamplingParameters, prompt: int) -> tuple[Any, ...]:
     """A row of SETTINGS, without words: filled at once, since a field of a record costs numpy 4 us to assign."""
-    return (
-        p.seed,
-        p.top_p,
-        p.typical_p,
-        int(min(p.min_p, 1.0) * 2.0**40),
-        0,
-        0,
-        min(p.temperature, LARGEST),
-        min(max(p.repetition_penalty, SMALLEST), LARGEST),
-        p.presence_penalty,
-        p.frequency_penalty,
-        p.top_k,
-        p.logprobs,
-        prompt,
-        p.min_tokens,
-        0,
-        (0, 0, 0),
-    )
+    values = {
+        "seed": p.seed,
+        "top_p": p.top_p,
+        "typical_p": p.typical_p,
+        "least_mass": int(min(p.min_p, 1.0) * 2.0**40),
+        "history": 0,
+        "lists": 0,
+        "temperature": min(p.temperature, LARGEST),
+        "repetition": min(max(p.repetition_penalty, SMALLEST), LARGEST),
+        "presence": p.presence_penalty,
+        "frequency": p.frequency_penalty,
+        "top_k": p.top_k,
+        "log_probs": p.logprobs,
+        "prompt": prompt,
+        "min_tokens": p.min_tokens,
+        "adjusts": 0,
+        "unused": (0, 0, 0),
+    }
+    return tuple(values[name] for name in SETTING_NAMES)
 
 
 def _has_lists(parameters: SamplingParameters) -> bool:
