@@ -44,4 +44,5 @@ class Turnstile:
                 place.set_result(None)
                 self._passed += 1
         if self._passed:
+            self._passed = self._per_turn  # those let in wake in the next turn: nobody who comes now is before them
             asyncio.get_running_loop().call_soon(self._turn)

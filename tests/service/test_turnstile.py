@@ -33,6 +33,24 @@ async def test_a_burst_begins_a_few_a_turn_in_order() -> None:
     assert [number for turn in seen for number in turn] == list(range(10))
 
 
+@pytest.mark.parametrize("first", range(1, 8))
+async def test_who_comes_later_does_not_overtake_those_who_may_just_begin(first: int) -> None:
+    """Those who waited wake a turn after they were let in; meanwhile the next may come, in any turn."""
+    turnstile = Turnstile(3)
+    begun: list[int] = []
+
+    async def request(number: int) -> None:
+        await turnstile.enter()
+        begun.append(number)
+
+    running = [asyncio.create_task(request(number)) for number in range(first)]
+    for number in range(first, 20):  # one more in each turn
+        await asyncio.sleep(0)
+        running.append(asyncio.create_task(request(number)))
+    await asyncio.gather(*running)
+    assert begun == list(range(20))
+
+
 async def test_few_begin_at_once() -> None:
     assert (await begun_by_turn(Turnstile(3), tasks=3, turns=1)) == [[0, 1, 2]]
 
