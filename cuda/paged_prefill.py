@@ -130,8 +130,8 @@ class PagedPrefill:
         return self._work[: int(self._work_count[0])]
 
     def pieces(self) -> Tensor:
-        """(4 + 2 multiprocessors,) int32: items that are not cut, pieces of the others, tiles of a piece, of all; then
-        each piece's item and its tiles in pieces before. For tests.
+        """(4 + 2 multiprocessors,) int32: items that are not cut, pieces of the others, by how many tiles the last is
+        larger than an even share, tiles of all; then each piece's item and its tiles in pieces before. For tests.
         """
         return self._pieces
 

@@ -27,6 +27,7 @@ constexpr int PLAN_THREADS = 1024;
 constexpr int LENGTHS = 1024;  // blocks are told apart by the tiles of Hopper that they see
 constexpr int LEAST_TILES = 4, COST_TILES = 3;  // of a piece; what leaving and joining a part costs, in tiles
 constexpr int MANY_ROUNDS = 8, LONG_TILES = 16;
+constexpr int UNEVEN = 40;  // multiprocessors differ by one part of so many from their average, each way
 
 // Sums of the values of all threads up to each
 __device__ __forceinline__ int block_scan(int value, int* warp_totals) {
@@ -96,20 +97,23 @@ prefill_plan(const int* tokens, const int* lengths, int S, int group, int2* work
   bool is_cut = false;
   if (rest && items < blocks) is_cut = __syncthreads_or(tiles > size + COST_TILES);
   else if (rest && items < MANY_ROUNDS * blocks) is_cut = tiles_of(count - 1) >= LONG_TILES;
-  if (t == 0) {
-    pieces->whole = is_cut ? items - rest : items;
-    pieces->count = is_cut ? (total + size - 1) / size : 0;
-    pieces->size = size;
-    pieces->total = total;
+  if (!is_cut) {
+    if (t == 0) *pieces = {items, 0, 0, total};
+    return;
   }
-  if (is_cut && t * size < total) {
-    int low = -1, high = rest - 1;  // line[low] <= t * size < line[high]
+  // What blocks do before these they do not do in the same time
+  const int before = (items - rest) / blocks * tiles_of(0), number = (total + size - 1) / size;
+  const PrefillPieces cut = {items - rest, number, number > 1 ? min(before / UNEVEN, size / 2) : 0, total};
+  if (t == 0) *pieces = cut;
+  if (t < cut.count) {
+    const int begin = cut.begin(t);
+    int low = -1, high = rest - 1;  // line[low] <= begin < line[high]
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
-      if (line[middle] <= t * size) low = middle;
+      if (line[middle] <= begin) low = middle;
       else high = middle;
     }
-    pieces->starts()[t] = make_int2(items - rest + high, t * size - (high ? line[high - 1] : 0));
+    pieces->starts()[t] = make_int2(items - rest + high, begin - (high ? line[high - 1] : 0));
   }
 }
 

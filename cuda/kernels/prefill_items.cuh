@@ -43,7 +43,7 @@ struct CausalWork {
         const int2 start = pieces->starts()[left.piece];
         left.item = start.x;
         left.done = start.y;
-        left.tiles = min(pieces->size, pieces->total - left.piece * pieces->size);
+        left.tiles = pieces->begin(left.piece + 1) - pieces->begin(left.piece);
       }
     }
     const int total = work_count[0];
@@ -61,8 +61,11 @@ struct CausalWork {
     if (is_piece) {
       const int mine = min(item.tiles - left.done, left.tiles), behind = item.tiles - left.done - mine;
       if (left.done) item.own_part = left.piece;
-      else item.parts = (behind + pieces->size - 1) / pieces->size;
       item.first_part = left.piece + 1;
+      while (behind && item.first_part + item.parts < pieces->count) {  // pieces that go on with it
+        if (pieces->starts()[item.first_part + item.parts].x != left.item) break;
+        ++item.parts;
+      }
       item.tiles = mine;
       item.last_tile = behind;
       left.tiles -= mine;

@@ -130,7 +130,9 @@ def test_few_long_items_are_cut(device, generator, chunks, kv_heads, head_dim, p
 
 
 def test_pieces_cover_what_the_last_full_round_leaves(device, generator) -> None:
-    """Each tile of the items after it once, in pieces of one size. Items of many rounds, and short ones, stay whole."""
+    """Each tile of the items after it once. Who comes last, if all had work before, has less. Items of many rounds, and
+    short ones, stay whole.
+    """
     if device.loader.capability != HOPPER:
         pytest.skip("items are cut by the kernel for Hopper")
     case = paged_case(FrameLayout(1, 1, 64, torch.bfloat16), [1], device.name, generator)
@@ -141,16 +143,19 @@ def test_pieces_cover_what_the_last_full_round_leaves(device, generator) -> None
         tokens, lengths = torch.tensor(chunks, dtype=torch.int32, device=device.name).T.contiguous()
         prefill.plan(device.stream, tokens, lengths, sum(-(-new // 32) for new, _ in chunks))
         device.synchronize()
-        whole, count, size, total, *starts = prefill.pieces().tolist()
-        return [whole, count, size, total], [starts[2 * i : 2 * i + 2] for i in range(count)]
+        whole, count, slope, total, *starts = prefill.pieces().tolist()
+        return [whole, count, slope, total], [starts[2 * i : 2 * i + 2] for i in range(count)]
 
-    assert plan((32, 128 * 20 * blocks)) == ([0, blocks, 20, 20 * blocks], [[0, 20 * i] for i in range(blocks)])
+    assert plan((32, 128 * 20 * blocks)) == ([0, blocks, 0, 20 * blocks], [[0, 20 * i] for i in range(blocks)])
     new, cached = 32 * (blocks + 2), 128 * 600
-    (whole, count, size, total), starts = plan((new, cached + new))
+    (whole, count, slope, total), starts = plan((new, cached + new))
     first, second = sorted((cached + 32 * b + 31) // 128 + 1 for b in range(2))[::-1]  # those that see least come last
     assert (whole, total) == (blocks, first + second)
-    assert count == -(-total // size) <= blocks
-    assert starts == [[blocks + i // first, i % first] for i in range(0, total, size)]
+    size, longest = -(-total // blocks), (cached + new - 1) // 128 + 1
+    assert count == -(-total // size)
+    assert slope == min(longest // 40, size // 2)
+    begins = [i * total // count - slope * i * (count - i) // (count - 1) for i in range(count)]
+    assert starts == [[blocks + i // first, i % first] for i in begins]
     assert plan((32 * (9 * blocks + 1), 128 * 9 * blocks + 64_000))[0][:2] == [9 * blocks + 1, 0]
     assert plan((32, 32), (32, 64))[0][:2] == [2, 0]
 
