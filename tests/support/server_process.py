@@ -73,8 +73,10 @@ class Process:
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if self.process.poll() is not None:
+                error.add_note(f"the server has ended, {self.process.returncode}:\n{self.err.read_text()[-20_000:]}")
             raise
         self.connections.append(connection)
         self.responses.append(response)
