@@ -34,7 +34,7 @@ RESULT_HEADER_WORDS = 16
 MAX_LIKELIEST = 32
 RECORD_WORDS = 2 + 2 * MAX_LIKELIEST
 
-TILE_QUADS, SEGMENTS_OF_TILE = 128, 8  # sampling.cuh
+STRIP_QUADS, SEGMENTS_OF_STRIP = 128, 8  # sampling.cuh
 # weigh.cu
 WEIGH_BLOCKS = 4  # of a multiprocessor
 QUADS_AT_ONCE = 4 * THREADS
@@ -155,7 +155,7 @@ class _Teams:
 def segments_of(vocabulary: int) -> int:
     """Segments of a row, wherever it begins in its first quad."""
     quads = (vocabulary + 6) // 4
-    return SEGMENTS_OF_TILE * -(-quads // TILE_QUADS)
+    return SEGMENTS_OF_STRIP * -(-quads // STRIP_QUADS)
 
 
 def sample_bytes(sequences: int, vocabulary: int) -> int:
@@ -243,9 +243,9 @@ class Sample:
             tensor.zero_()
 
     def _parts_of_scan(self, sequences: int) -> int:
-        """Blocks for a row: a warp of theirs looks at one tile if there are few rows, else at four."""
-        tiles = self._segments // SEGMENTS_OF_TILE
-        parts = -(-tiles // (THREADS // 32))
+        """Blocks for a row: a warp of theirs looks at one strip if there are few rows, else at four."""
+        strips = self._segments // SEGMENTS_OF_STRIP
+        parts = -(-strips // (THREADS // 32))
         return parts if sequences * parts <= self._blocks else -(-parts // 4)
 
 

@@ -160,7 +160,7 @@ class Engine:
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
         self._step = 0
-        self._ready_slots = 0
+        self._ready_slots = self._wanted_slots = 0
         self.steps = StepLog()
         self._moving: dict[int, tuple[int, float]] = {}  # swap orders that are under way: pages, begun
         self.copying = PageCopying(executor, self._between_steps)
@@ -455,7 +455,7 @@ class Engine:
 
     def resized(self, slots: int) -> None:
         """The swap area has another size: as many slots are open as there were, at most."""
-        self._ready_slots = min(self._ready_slots, slots)
+        self._ready_slots, self._wanted_slots = min(self._ready_slots, slots), min(self._wanted_slots, slots)
 
     def abort_all(self) -> None:
         """End whatever is open, before the next step."""
@@ -500,12 +500,17 @@ class Engine:
         return len(keys)
 
     def _open_slots(self) -> None:
-        """Swap slots become usable as the memory behind them is there. More is asked for when half of it is in use."""
+        """Swap slots become usable as the memory behind them is there. More is asked for when half of what was asked
+        for is in use: of what is there, while memory comes slowly, more than half is for long.
+        """
+        swap = self.scheduler.memory.swap
         if (ready := self.executor.ready_slots) > self._ready_slots:
             self._ready_slots = ready
             self.scheduler.memory.open_slots(ready)
-        if self.scheduler.memory.swap.free_slots <= ready // 2:
-            self.executor.want_slots(max(2 * ready, FIRST_SWAP_BYTES // self.executor.frame_bytes))
+        if 2 * swap.used_slots >= self._wanted_slots:
+            most = max(2 * self._wanted_slots, FIRST_SWAP_BYTES // self.executor.frame_bytes)
+            self._wanted_slots = min(most, self.executor.slots)
+            self.executor.want_slots(self._wanted_slots)
 
     def _publish(self, step: int, committed: Committed, now: float) -> None:
         """One token batch to each front end that the step concerns."""

@@ -155,7 +155,7 @@ struct Maxima {
 // The largest logits of a row, all of at least `floor`, into the list. Returns how many, also if that is more than it
 // holds.
 __device__ __forceinline__ int collect(Team& team, const Quads& row, const Maxima& maxima, float floor) {
-  constexpr int OF_SEGMENT = TILE / SEGMENTS;
+  constexpr int OF_SEGMENT = STRIP / SEGMENTS;
   Shared& shared = team.shared;
   u32* const segments = (u32*)shared.items;
   if (threadIdx.x == 0) shared.list_count = shared.few_count = 0;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(BLOCK, 2) finish(
   const int slot = header[6], step = header[0];
   const Scan scan = scans[s];
   const Quads quads(logits + (i64)s * V, V, 0, 1);
-  const Maxima all(maxima + (i64)s * stride, tiles_of(quads) * SEGMENTS);  // beside what says whether it is of use
+  const Maxima all(maxima + (i64)s * stride, strips_of(quads) * SEGMENTS);  // beside what says whether it is of use
   const Settings& stored = settings[max(row, 0)];
   const Settings own = stored;       // all at once
   int token = -1, has_failed = row < 0 ? 0 : failed[row];

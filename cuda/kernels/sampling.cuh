@@ -332,12 +332,12 @@ struct Quads {
   }
 };
 
-// What a warp reads at a time of a row: a tile, of which lane l has quads 32 i + l. Four lanes have a segment.
+// What a warp reads at a time of a row: a strip, of which lane l has quads 32 i + l. Four lanes have a segment.
 constexpr int AT_ONCE = 4;           // quads of a lane
-constexpr int TILE = AT_ONCE * 32, SEGMENTS = 8;
-__device__ __forceinline__ int tiles_of(const Quads& row) { return (row.all() + TILE - 1) / TILE; }
+constexpr int STRIP = AT_ONCE * 32, SEGMENTS = 8;
+__device__ __forceinline__ int strips_of(const Quads& row) { return (row.all() + STRIP - 1) / STRIP; }
 __device__ __forceinline__ int quad_of_segment(int segment, int i) {  // its ith
-  return segment / SEGMENTS * TILE + i / 4 * 32 + segment % SEGMENTS * 4 + i % 4;
+  return segment / SEGMENTS * STRIP + i / 4 * 32 + segment % SEGMENTS * 4 + i % 4;
 }
 
 // The part of a block of a team

@@ -1,7 +1,7 @@
 // scan: the first look at rows, at the speed of memory, each logit read once. It keeps the largest logit of each segment,
-// 64 logits of a tile; finish.cu finds in these where a row's largest are, and reads those segments again.
+// 64 logits of a strip; finish.cu finds in these where a row's largest are, and reads those segments again.
 //
-// grid (parts, S): a part of a row's tiles by a block, one at a time by a warp. Rows that do not sample, or are
+// grid (parts, S): a part of a row's strips by a block, one at a time by a warp. Rows that do not sample, or are
 // left to a team, are not read, but for their first places.
 //
 //   logits [S, V] float32, V <= 2^19; rows, samples [S] and settings [R] as scatter.cu writes them
@@ -17,8 +17,8 @@ struct Look {  // of a lane
   int best_id = -1;
   u32 infinite = 0;
 
-  __device__ __forceinline__ void at(const float4 (&x)[AT_ONCE], const Quads& row, int tile, float* maxima) {
-    const int lane = threadIdx.x & 31, first = tile * TILE + lane;
+  __device__ __forceinline__ void at(const float4 (&x)[AT_ONCE], const Quads& row, int strip, float* maxima) {
+    const int lane = threadIdx.x & 31, first = strip * STRIP + lane;
     float most = NEGATIVE_INFINITY, zero = 0.f;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -42,13 +42,13 @@ struct Look {  // of a lane
     }
     most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
     most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-    if ((lane & 3) == 0) maxima[tile * SEGMENTS + (lane >> 2)] = most;
+    if ((lane & 3) == 0) maxima[strip * SEGMENTS + (lane >> 2)] = most;
   }
 };
 
-__device__ __forceinline__ void load_tile(float4 (&x)[AT_ONCE], const Quads& row, int tile) {
-  const int first = tile * TILE + (threadIdx.x & 31);
-  if (row.id_at(tile * TILE) >= 0 && row.id_at(tile * TILE + TILE) <= row.V) {
+__device__ __forceinline__ void load_strip(float4 (&x)[AT_ONCE], const Quads& row, int strip) {
+  const int first = strip * STRIP + (threadIdx.x & 31);
+  if (row.id_at(strip * STRIP) >= 0 && row.id_at(strip * STRIP + STRIP) <= row.V) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) x[i] = load_passing((const float4*)(row.row + row.id_at(first + i * 32)));
   } else {
@@ -64,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 6) scan(
   allow_next_kernel();
   wait_for_previous_kernel();
   const Quads quads(logits + (i64)s * V, V, 0, 1);
-  const int tiles = tiles_of(quads), share = (tiles + gridDim.x - 1) / gridDim.x;
-  const int end = min((int)(blockIdx.x + 1) * share, tiles);
-  int tile = blockIdx.x * share + (threadIdx.x >> 5);
+  const int strips = strips_of(quads), share = (strips + gridDim.x - 1) / gridDim.x;
+  const int end = min((int)(blockIdx.x + 1) * share, strips);
+  int strip = blockIdx.x * share + (threadIdx.x >> 5);
   float4 now[AT_ONCE];
-  if (tile < end) load_tile(now, quads, tile);  // beside the settings
+  if (strip < end) load_strip(now, quads, strip);  // beside the settings
   const int row = rows[s];
   if (row < 0 || !samples[s]) return;
   const Settings& own = settings[row];
@@ -80,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 6) scan(
   if (is_first && weighs) atomicOr(&queue->weighed, own.top_p < 1. ? 3u : 1u);
   Look look = {weighs || own.temperature < GREEDY_BELOW};
 #pragma unroll 1
-  while (tile < end) {
-    look.at(now, quads, tile, maxima + (i64)s * stride);
-    tile += WARPS;
-    if (tile < end) load_tile(now, quads, tile);
+  while (strip < end) {
+    look.at(now, quads, strip, maxima + (i64)s * stride);
+    strip += WARPS;
+    if (strip < end) load_strip(now, quads, strip);
   }
   const bool is_lane_0 = (threadIdx.x & 31) == 0;
   if (__any_sync(ALL_LANES, look.infinite != 0)) {

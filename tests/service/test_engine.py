@@ -440,6 +440,36 @@ async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
         assert house.engine.snapshot().preemptions > 0
 
 
+async def test_swap_memory_that_comes_slowly_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much again is wanted when half of what was asked for is in use; after a resize, too, up to the new size."""
+    monkeypatch.setattr("service.engine.FIRST_SWAP_BYTES", 16 * SimulatedExecutor.frame_bytes)
+    memory = MemoryManager(frames=8, max_rows=4, max_pages=8, page_size=4, slots=100, opened_slots=0)
+    scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=16, max_length=32))
+    executor = SimulatedExecutor(memory)
+    engine = Engine(scheduler, executor, Limits(32, 32, 8, 50), Counter())
+    executor.ready_slots, executor.slots = 0, 40
+
+    async def come(slots: int) -> None:
+        for _ in range(slots):
+            await engine.step()
+            executor.ready_slots += 1
+        await engine.step()
+
+    await come(16)
+    assert executor.wanted_slots == [16]
+    memory.swap.allocate(0, 15)  # nearly all that is there
+    await come(16)
+    assert executor.wanted_slots == [16, 32]
+    memory.swap.allocate(0, 1)
+    await come(8)
+    assert set(executor.wanted_slots[2:]) == {40}, "that is all there is a place for"
+    memory.swap.allocate(0, 4)
+    executor.slots = 100
+    engine.resized(100)
+    await come(0)
+    assert executor.wanted_slots[-1] == 80
+
+
 async def test_an_idle_engine_audits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.engine.IDLE_AUDIT_S", 0.01)
     async with running() as house:

@@ -105,6 +105,7 @@ class SimulatedExecutor:
         self.is_closed = False
         self.resized: tuple[int, int] | None = None
         self.slots = self.ready_slots = memory.swap.total
+        self.wanted_slots: list[int] = []
         self.mover = SimulatedMover(self.device)
         self.with_stores: dict[int, tuple[SwapOrders, BackingStore]] = {}  # copies to and from elsewhere
         self.end_swaps: Callable[[int], bool | None] = lambda ticket: True
@@ -167,7 +168,8 @@ class SimulatedExecutor:
         lines = [log_probabilities(self.device.read(row, length)) for row, length in pairs]
         return log_probs(lines, scored.targets.tolist(), scored.likeliest)
 
-    def want_slots(self, slots: int) -> None: ...
+    def want_slots(self, slots: int) -> None:
+        self.wanted_slots.append(slots)
 
     def resize(self, frames: int, slots: int) -> None:
         """Frames that are gone hold no tokens: who reads one reads nonsense."""
