@@ -9,7 +9,7 @@ from aiohttp import web
 from service.api import make_admin_app, make_app
 from service.errors import ConfigurationError
 from service.front_end import FrontEnd
-from service.http_server import ADMIN_ACCEPTS_PER_TURN, Address, addresses_of, listen, make_runner
+from service.http_server import Address, addresses_of, listen, make_runner
 
 FLUSH_S = 5.0
 """At the end, how long handlers may take to send what is ready: error events, the last text."""
@@ -63,7 +63,7 @@ class Doors:
 
     async def _open_admin(self, addresses: Sequence[Address], *, share: bool) -> int:
         runner = await self._runner(make_admin_app(self.front_end))
-        await listen(runner, addresses, share=share, accepts_per_turn=ADMIN_ACCEPTS_PER_TURN)
+        await listen(runner, addresses, share=share)
         return int(runner.addresses[0][1])
 
     async def _runner(self, app: web.Application) -> web.AppRunner:

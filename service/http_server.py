@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -44,12 +45,9 @@ UNREAD_S = 300.0
 it held comes free: a socket, a place among the open requests and those of its tenant."""
 
 ACCEPTS_PER_TURN = 128
-"""Handles on one listening socket. libuv accepts one connection a turn for each of its handles, and a turn takes
-milliseconds when much is going on: with few handles, a probe waits for seconds behind a burst of connections. How many
-of those that were accepted begin in a turn is the turnstile's."""
-
-ADMIN_ACCEPTS_PER_TURN = 8
-"""The same of the admin port, where no crowd comes. Each is an open file of SPARE_FILES (process.py)."""
+"""Connections of one listening socket. libuv accepts one a turn of the loop, and a turn takes milliseconds when much is
+going on: a probe would wait for seconds behind a burst. How many of those that were accepted begin in a turn is the
+turnstile's."""
 
 
 def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
@@ -110,18 +108,16 @@ async def listen(
     *,
     share: bool = False,
     tls: ssl.SSLContext | None = None,
-    accepts_per_turn: int = ACCEPTS_PER_TURN,
 ) -> None:
     """Answer on these addresses. share: with other processes, which the system deals connections out to.
 
     Raises OSError.
     """
     for family, address in addresses:
-        with socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share) as bound:
-            if sys.platform == "linux":  # connections inherit it
-                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1000))
-            for _ in range(accepts_per_turn):
-                await web.SockSite(runner, bound.dup(), backlog=BACKLOG, ssl_context=tls).start()
+        bound = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=share)
+        if sys.platform == "linux":  # connections inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1000))
+        await _Site(runner, bound, backlog=BACKLOG, ssl_context=tls).start()
 
 
 def tls_context(settings: ApiSettings) -> ssl.SSLContext | None:
@@ -137,6 +133,41 @@ def tls_context(settings: ApiSettings) -> ssl.SSLContext | None:
         where = f"--tls-cert {settings.tls_cert}, --tls-key {settings.tls_key}"
         raise ConfigurationError(f"{where}: cannot be used: {error}") from error
     return context
+
+
+class _Site(web.SockSite):
+    """A listening socket. When its loop has accepted a connection, those that have come beside it are accepted, too."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        self._opening: set[asyncio.Task[None]] = set()
+        loop, tls = asyncio.get_running_loop(), self._ssl_context
+        self._server = await loop.create_server(self._first, sock=self._sock, ssl=tls, backlog=self._backlog)
+
+    async def stop(self) -> None:
+        for task in self._opening:
+            task.cancel()
+        await super().stop()
+
+    def _first(self) -> RequestHandler:
+        """What answers on the connection that the loop has accepted."""
+        for _ in range(ACCEPTS_PER_TURN - 1):
+            try:
+                connection, _ = self._sock.accept()
+            except OSError:  # there is no other, as a rule: out of files, and what else there is, the loop deals with
+                break
+            connection.setblocking(False)
+            self._opening.add(task := asyncio.ensure_future(self._open(connection)))
+            task.add_done_callback(self._opening.discard)
+        return self._handler()
+
+    def _handler(self) -> RequestHandler:
+        assert self._runner.server is not None
+        return self._runner.server()
+
+    async def _open(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # the client has left, or speaks no TLS
+            await asyncio.get_running_loop().connect_accepted_socket(self._handler, connection, ssl=self._ssl_context)
 
 
 class _Runner(web.AppRunner):

@@ -7,9 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 SPARE_FILES = 768
-"""Open files beside those of requests that generate: listening sockets (136 for an address of both ports, 272 where
-`localhost` is two), probes, idle connections, and up to 128 new connections an address for each turn of the loop
-between a request's arrival and its refusal.
+"""Open files beside those of requests that generate: listening sockets, probes, idle connections, and up to 128 new
+connections an address for each turn of the loop between a request's arrival and its refusal.
 """
 
 

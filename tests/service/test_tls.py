@@ -2,12 +2,14 @@
 
 import asyncio
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 
 from service.api import make_app
 from service.errors import ConfigurationError
@@ -58,6 +60,35 @@ async def test_a_client_that_checks_the_certificate(folder: Path) -> None:
         writer.close()
     finally:
         await runner.cleanup()
+
+
+def test_of_clients_that_come_together_one_without_tls_disturbs_nobody(folder: Path) -> None:
+    """On the loop of production: it hands over the first, the others are accepted beside it."""
+    from http_house import CountingMetrics
+
+    async def statuses() -> list[bytes]:
+        front_end = FrontEnd(settings(folder), CountingMetrics(), lambda **numbers: None, Answers())
+        runner = make_runner(make_app(front_end))
+        await runner.setup()
+        try:
+            await listen(runner, await addresses_of("127.0.0.1", 0), tls=tls_context(front_end.settings))
+            clients = [socket.create_connection(runner.addresses[0]) for _ in range(4)]
+            trusting = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+            with clients.pop(1) as plain:
+                plain.sendall(b"GET /live HTTP/1.1\r\n\r\n")
+                return [await status(client, trusting) for client in clients]
+        finally:
+            await runner.cleanup()
+
+    async def status(client: socket.socket, trusting: ssl.SSLContext) -> bytes:
+        reader, writer = await asyncio.open_connection(sock=client, ssl=trusting, server_hostname="localhost")
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer.split(b"\r\n")[0]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        assert loop.run(statuses()) == [b"HTTP/1.1 200 OK"] * 3
 
 
 def test_without_files_there_is_no_tls() -> None:
