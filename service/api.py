@@ -27,9 +27,6 @@ from service.responses import create_response
 from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from service.served_model import ServedModel
 
-OFF_LOOP_IDS = 4096
-"""More ids than this become text in a thread: they take microseconds each."""
-
 Route = tuple[str, str, Handler, Access]
 
 
@@ -127,7 +124,7 @@ async def detokenize(request: web.Request) -> web.Response:
     model.check_name(body.model)
     ids = body.tokens or []
     check_token_ids(ids, model.client.limits.vocabulary, param="tokens", path="$.tokens")
-    return json_answer({"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)})
+    return json_answer({"prompt": await model.tokenizer.decode_async(ids)})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

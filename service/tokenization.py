@@ -204,6 +204,14 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    async def decode_async(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens. Many are decoded off the event loop, and one by one: the library holds
+        the interpreter while it decodes, 1 us an id.
+        """
+        if len(ids) <= OFF_LOOP_TOKENS:
+            return self.decode(ids, skip_special_tokens=False)
+        return "".join(await self.pieces_async(ids, skip_special_tokens=False, is_encoded_text=False))
+
     def detokenizer(self, *, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> IncrementalDecoder:
         """Incremental decoding of one Sequence's output. shown: tokens that are not skipped, whatever they are."""
         skip = self._control.ids if skip_special_tokens else frozenset()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tool_chats import model_that
 
 from service import body_values
+from service.tokenization import Tokenizer
 from service.errors import PayloadTooLarge
 
 
@@ -106,3 +107,22 @@ async def test_long_texts_and_many_ids_are_taken(server: Server) -> None:
     assert (await server.post("/detokenize", body.encode())).status == 200
     answer = await server.post("/tokenize", f'{{"prompt":{code}}}'.encode())
     assert answer.error["message"].startswith("This model's maximum context length")
+
+
+async def test_many_ids_become_text_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one: the library's own decoding of all would hold the interpreter, in whichever thread."""
+    threads: list[int] = []
+    pieces = Tokenizer.pieces
+
+    def noted(self: Tokenizer, ids: list[int], **how: bool) -> list[str]:
+        threads.append(threading.get_ident())
+        return pieces(self, ids, **how)
+
+    monkeypatch.setattr(Tokenizer, "pieces", noted)
+    ids = [5, 9, 7] * 2_000
+    few = [await server.post("/detokenize", {"tokens": ids[at : at + 3]}) for at in (0, 3)]
+    assert not threads
+    answer = await server.post("/detokenize", {"tokens": ids})
+    assert answer.json["prompt"] == few[0].json["prompt"] * 2_000
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
