@@ -57,7 +57,7 @@ def counters(memory: "MemoryManager") -> EventCounters:
     return EventCounters(
         allocate=memory.frames.allocated,
         free=memory.frames.freed,
-        cow_fault=memory.cow_faults,
+        cow_fault=memory.growth.cow_faults,
         fork=memory.forks,
         truncate=memory.truncates,
         prefix_query=memory.queried_tokens,
@@ -77,7 +77,7 @@ def counters(memory: "MemoryManager") -> EventCounters:
         swap_in=memory.swapper.swapped_in,
         swap_failed=memory.swapper.failed,
         collision=memory.cache.collisions,
-        deny=memory.denials,
+        deny=memory.growth.denials,
         preempt_swap=memory.swap_preemptions,
         preempt_recompute=memory.recompute_preemptions,
         mapped_frame_turns=memory.mapped_frame_turns,

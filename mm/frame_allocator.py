@@ -9,7 +9,7 @@
 
 Frames from `usable` on are closed: they are neither free nor held, and have no memory behind them (mm/resizing.py).
 
-Invariants (numbers of mm/__init__.py): 1 (free + held = total), 2 (counts are exact), 5 (all or nothing), 7 (pins).
+Invariants (numbers of mm/__init__.py): 1 (free + held = usable), 2 (counts are exact), 5 (all or nothing), 7 (pins).
 Every operation costs in proportion to the frames it is given, never to the size of the pool.
 """
 
@@ -73,7 +73,7 @@ class FrameAllocator:
     def allocate(self, tenants: Int32Array, *, references: int = 1) -> Int32Array:
         """Take one frame for each of `tenants` (N,), with `references` references (0 or 1): (N,) int32.
 
-        Raises OutOfFrames and takes none (rule 5).
+        Raises OutOfFrames and takes none (invariant 5).
         """
         count = len(tenants)
         if count > self._free:

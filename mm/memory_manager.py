@@ -24,21 +24,23 @@ from collections.abc import Mapping
 import numpy as np
 
 from mm import accounting
-from mm.address_space import AddressSpace, Faults, find_faults
-from mm.addresses import ABSENT, PAGE_SIZE, IndexArray, Int32Array, Int64Array, empty_int32, pages_for, slot_entry
+from mm.address_space import AddressSpace
+from mm.addresses import ABSENT, PAGE_SIZE, Int32Array, Int64Array, pages_for
 from mm.advice import Advice, advise_prefix, advise_space, drop_caches
 from mm.audit import find_discrepancies
 from mm.content import ContentChain, Namespace
 from mm.dry_run import DryRun, would_run
-from mm.errors import MemoryCorruption, OutOfFrames, PageNotResident
+from mm.errors import MemoryCorruption, OutOfFrames
 from mm.flight_recorder import EventKind, FlightRecorder
 from mm.frame_allocator import FrameAllocator
+from mm.growth import Growth
 from mm.holds import Hold, Holds
 from mm.lookup import Awaited, Lookup, MissReason, PrefixMatch
 from mm.lru import PageLru
+from mm.mapping import PageMapping
 from mm.overcommit import CommitLedger
 from mm.page_cache import PageCache
-from mm.page_copies import MemoryOrders, PageCopies, SwapOrders, TableChanges
+from mm.page_copies import MemoryOrders, SwapOrders
 from mm.page_table import PageTables
 from mm.pins import Pin, PrefixPins
 from mm.preemption import Action, Candidates, CostEstimates, OomTable, Scorer, Victim
@@ -89,6 +91,8 @@ class MemoryManager:
         self.reclaimer = Reclaimer(self.residency, watermarks or Watermarks.from_shares(frames))
         self.swapper = Swapper(self.tables, self.residency, self.reclaimer)
         self.holds = Holds(self.tables, self.residency, self.reclaimer)
+        self.growth = Growth(self.tables, self.residency, self.reclaimer)
+        self.mapping = PageMapping(self.tables, self.residency)
         self.publisher = Publisher(self.tables, self.residency)
         self._lookup = Lookup(self.residency, self.publisher, page_size)
         self._secret = secrets.token_bytes(32) if secret is None else secret  # a client cannot know a digest
@@ -101,9 +105,9 @@ class MemoryManager:
         self.pressure = PressureMeter()
         self._tenant_pressure: dict[str, PressureMeter] = {}
         # events since the start
-        self.cow_faults = self.forks = self.truncates = self.queried_tokens = self.hit_tokens = 0
+        self.forks = self.truncates = self.queried_tokens = self.hit_tokens = 0
         self.returned_tokens = self.recovered_tokens = 0
-        self.denials = self.swap_preemptions = self.recompute_preemptions = 0
+        self.swap_preemptions = self.recompute_preemptions = 0
         self.mapped_frame_turns = self.saved_frame_turns = 0
 
     def turn(self, now: float, step: int) -> None:
@@ -167,12 +171,11 @@ class MemoryManager:
 
     def frames_needed(self, rows: Int32Array, counts: Int32Array) -> int:
         """Frames that `grow` would allocate for the same arguments. Changes nothing. Raises PageNotResident."""
-        return len(self._faults(rows.astype(np.intp), counts).rows)
+        return len(self.growth.needed(rows, counts))
 
     def needs(self, rows: Int32Array, counts: Int32Array) -> Int64Array:
         """The same by tenant: (tenants,) int64."""
-        tenants = self.tables.tenants[self._faults(rows.astype(np.intp), counts).rows]
-        return np.bincount(tenants, minlength=len(self.tenants.names)).astype(np.int64)
+        return np.bincount(self.growth.needed(rows, counts), minlength=len(self.tenants.names)).astype(np.int64)
 
     def room(self) -> Room:
         """What an allocation can have now, on paper: to put a step together (mm/room.py)."""
@@ -235,7 +238,9 @@ class MemoryManager:
         self.ledger.promise(row, promised)
         self._limits[row] = max_tokens
         if match is not None:
-            self._map(row, number, match)
+            self.mapping.begin(row, match, self.now)
+            whole = match.cached_tokens // self.page_size
+            self.publisher.begin(row, owner, match.chain, match.entries[:whole].tolist())
             if match.miss.reason is MissReason.DISABLED:
                 pass  # it read nothing, and so neither hit nor missed
             elif is_back:
@@ -245,36 +250,6 @@ class MemoryManager:
                 self.queried_tokens += match.chain.tokens
                 self.hit_tokens += match.cached_tokens
         return AddressSpace(self, row, owner)
-
-    def _map(self, row: int, tenant: int, match: PrefixMatch) -> None:
-        entries: list[int] = match.entries.tolist()
-        whole = match.cached_tokens // self.page_size
-        if entries:
-            frames = self.cache.frames[match.entries]
-            self.residency.used(entries, self.now)
-            if np.count_nonzero(frames < 0):
-                self._map_with_slots(row, tenant, match.entries, frames)
-            else:
-                self.residency.map(frames, tenant)
-                self.tables.entries[row, : len(entries)] = frames
-                self.tables.note(row, np.arange(len(entries), dtype=np.int32))
-            self.tables.lengths[row] = match.cached_tokens
-            self.tables.exposed[row] = match.cached_tokens % self.page_size != 0
-            self._record(EventKind.SHARE, row, int(frames[0]), len(entries))
-        self.publisher.begin(row, self.tables.owners[row] or "", match.chain, entries[:whole])
-
-    def _map_with_slots(self, row: int, tenant: int, entries: Int32Array, frames: Int32Array) -> None:
-        """The same where some of the pages are in swap alone: `frames` has ABSENT for these."""
-        is_resident = frames != ABSENT
-        slots = self.cache.slots[entries[~is_resident]]
-        self.residency.map(frames[is_resident], tenant)
-        for slot in slots.tolist():
-            self.swap.add_reference(slot)
-        mapped = self.tables.entries[row, : len(entries)]
-        mapped[is_resident] = frames[is_resident]
-        mapped[~is_resident] = slot_entry(slots)
-        self.tables.barred[row] = len(slots)
-        self.tables.note(row, np.flatnonzero(is_resident).astype(np.int32))
 
     def publish(self, rows: Int32Array, lengths: Int32Array, tokens: Int32Array) -> None:
         """The first lengths[i] positions of row rows[i] are known to be good: cache the pages that became full.
@@ -292,77 +267,17 @@ class MemoryManager:
         and the device learns of all that was mapped since the call before. Idle cached pages are reclaimed as needed.
         Raises OutOfFrames, and then nothing has changed (invariant 5); ValueError past max_pages; PageNotResident.
         """
-        index = rows.astype(np.intp)
-        faults = self._faults(index, counts)
-        if len(rows) and faults.ends.max() > self.tables.max_pages * self.page_size:
-            raise ValueError(f"{faults.ends.max()} positions do not fit into {self.tables.max_pages} pages")
-        return self._resolve(index, faults)
+        return self.growth.grow(rows, counts)
 
     def grow_steadily(self, steady: SteadyRows) -> MemoryOrders:
         """`grow` by one token each, for rows that do so step after step: it looks only at those that need a page."""
-        tables, index = self.tables, steady.index
-        if np.count_nonzero(tables.exposed[index]) or np.count_nonzero(tables.barred[index]):
-            orders = self.grow(steady.rows, np.ones(len(steady.rows), np.int32))
-            steady.lengths = steady.lengths + 1
-            return orders
-        rows, places = steady.growing()
-        pages = steady.lengths[places] // self.page_size
-        if len(pages) and pages.max() >= tables.max_pages:
-            raise ValueError(f"page {pages.max()} is none of {tables.max_pages} pages")
-        ends = steady.lengths + 1
-        orders = self._resolve(index, Faults(ends, rows, pages, empty_int32(), rows[:0]))
-        steady.lengths = ends
-        return orders
-
-    def _resolve(self, index: IndexArray | slice, faults: Faults) -> MemoryOrders:
-        """Carry out what a growth of the rows `index` needs. Raises OutOfFrames, and then nothing has changed."""
-        tables, where = self.tables, (faults.rows, faults.pages)
-        frames = empty_int32()
-        if len(where[0]):
-            owner = tables.owners[where[0][0]] or ""
-            tenants, serials = tables.tenants[where[0]], tables.serials[where[0]]
-            try:
-                frames = self.reclaimer.allocate(tenants, self.now, owner)
-            except OutOfFrames as error:
-                self.denials += 1
-                self._record(EventKind.DENY, int(where[0][0]), error.free + error.reclaimable, error.needed)
-                raise
-            self.frames.last_owner[frames] = serials
-            tables.entries[where] = frames
-            self.recorder.record_frames(EventKind.ALLOCATE, serials, tenants, frames)
-        tables.lengths[index] = faults.ends
-        if len(faults.exposed):
-            tables.exposed[faults.exposed] = False
-        copies = len(faults.copy_sources)
-        if copies:
-            self.cow_faults += copies
-            self.recorder.record_frames(EventKind.COPY, serials[:copies], tenants[:copies], frames[:copies])
-            self.residency.unmap(faults.copy_sources, tables.tenants[where[0][:copies]])
-        changes = TableChanges(where[0].astype(np.int32), where[1], frames)
-        return MemoryOrders(
-            PageCopies(faults.copy_sources, frames[:copies]),
-            self._with_unsent(changes) if tables.has_unsent else changes,
-        )
+        return self.growth.grow_steadily(steady)
 
     def shared_prefixes(self, rows: Int32Array, lengths: Int32Array) -> SharedPrefixes | None:
         """Which of `rows` (S,) begin with the same frames, as far as the pages that their first lengths[i] positions
         fill; None if none do. True until one of the rows is released, swapped out or forked over. Changes nothing.
         """
         return find_shared_prefixes(self.tables.entries, self.frames.references, rows, lengths // self.page_size)
-
-    def _faults(self, rows: IndexArray, counts: Int32Array) -> Faults:
-        """Raises PageNotResident."""
-        if np.count_nonzero(self.tables.barred[rows]):
-            raise PageNotResident(f"rows {rows[self.tables.barred[rows] > 0].tolist()} have pages elsewhere")
-        return find_faults(self.tables, self.frames, rows, counts)
-
-    def _with_unsent(self, changes: TableChanges) -> TableChanges:
-        """These changes, and those of all entries that changed outside a step: each entry once, as it is now."""
-        rows, pages = self.tables.take_unsent()
-        keys = np.concatenate((rows, changes.rows)).astype(np.int64) * self.tables.max_pages
-        keys = np.unique(keys + np.concatenate((pages, changes.pages)))
-        rows, pages = (part.astype(np.int32) for part in np.divmod(keys, self.tables.max_pages))
-        return TableChanges(rows, pages, self.tables.entries[rows, pages])
 
     def fork(
         self, space: AddressSpace, owner: str, length: int | None = None, *, max_tokens: int | None = None
@@ -384,25 +299,9 @@ class MemoryManager:
         child = tables.allocate_row(owner, tenant)
         self.ledger.promise(child, promised)
         self._limits[child] = limit
-        entries = tables.entries[row, : pages_for(length, self.page_size)]
-        frames, pages = entries.copy(), np.arange(len(entries), dtype=np.int32)
-        in_swap = int(np.count_nonzero(entries < 0))
-        if in_swap:
-            pages = pages[entries >= 0]
-            frames = entries[pages]
-            for slot in slot_entry(entries[entries < 0]).tolist():
-                self.swap.add_reference(slot)
-        self.residency.map(frames, tenant)
-        tables.entries[child, : len(entries)] = entries
-        tables.lengths[child] = length
-        tables.barred[child] = in_swap
-        tables.exposed[child] = True
-        if len(entries) == pages_for(held, self.page_size):  # the page that `space` goes on writing is shared, too
-            tables.exposed[row] = True
+        changes = self.mapping.fork(row, child, length)
         self.publisher.fork(row, child, length)
         self.forks += 1
-        self._record(EventKind.FORK, child, row, len(entries))
-        changes = TableChanges(np.full(len(pages), child, np.int32), pages, frames)
         return AddressSpace(self, child, owner), MemoryOrders(table_changes=changes)
 
     def pass_promise(self, space: AddressSpace, heir: AddressSpace) -> None:
@@ -414,7 +313,7 @@ class MemoryManager:
         before = int(self.tables.lengths[space.row])
         if not 0 <= length <= before:
             raise ValueError(f"cannot truncate {before} positions to {length}")
-        self._drop_pages(space.row, pages_for(length, self.page_size))
+        self.mapping.drop(space.row, pages_for(length, self.page_size))
         self.tables.lengths[space.row] = length
         self.tables.exposed[space.row] = True
         self.publisher.truncate(space.row, length)
@@ -425,28 +324,10 @@ class MemoryManager:
         row = space.row
         self._record(EventKind.RELEASE, row, row, len(self.tables.mapped(row)))
         self.publisher.end(row)
-        self._drop_pages(row, 0)
+        self.mapping.drop(row, 0)
         self.ledger.end(row)
         self.scorer.adjustments[row] = 0
         self.tables.release_row(row)
-
-    def _drop_pages(self, row: int, first: int) -> None:
-        """Unmap the pages of `row` from `first` on."""
-        tables = self.tables
-        entries = tables.mapped(row)[first:]
-        frames, slots = entries.copy(), list[int]()
-        if tables.barred[row]:
-            frames = entries[entries >= 0]
-            slots = slot_entry(entries[entries < ABSENT]).tolist()
-            tables.barred[row] -= len(slots)
-        entries[:] = ABSENT
-        tenant = int(tables.tenants[row])
-        if tables.cold[row]:
-            self.residency.unmap(frames, np.full(len(frames), tenant, np.int32), coldest=True)
-        else:
-            self.residency.unmap_row(frames, tenant)
-        for slot in reversed(slots):  # of what is cached in swap alone, the last page is the coldest
-            self.residency.unmap_slot(slot)
 
     # --- swap
 

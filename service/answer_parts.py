@@ -8,7 +8,7 @@ whole answers agree. White space next to a mark belongs to the mark. Nothing els
 is content.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -189,7 +189,7 @@ class Reading:
     thinking: ThinkingMarks | None = None
     is_thinking: bool = False  # the prompt ends inside of the reasoning
     shows_reasoning: bool = True
-    call_reader: "MakeCallReader | None" = None
+    call_reader: Callable[[], PartReader] | None = None  # makes a fresh one for each choice
     marks: frozenset[str] = frozenset()  # tokens whose text is needed, though they may be control tokens
 
     def reader(self) -> AnswerReader:
@@ -197,12 +197,6 @@ class Reading:
         thinking = None if self.thinking is None else ThinkingReader(self.thinking, is_open=self.is_thinking)
         calls = None if self.call_reader is None else self.call_reader()
         return AnswerReader(thinking, calls, shows_reasoning=self.shows_reasoning)
-
-
-class MakeCallReader(Protocol):
-    """Makes a fresh reader of calls."""
-
-    def __call__(self) -> PartReader: ...
 
 
 def unsettled(text: str, mark: str) -> int:

@@ -48,9 +48,9 @@ from mm import (
     TenantLimits,
     Watermarks,
     WouldRun,
-    address_space,
     audit,
     content,
+    growth,
 )
 from mm.frame_allocator import FrameAllocator
 from mm.lru import PageLru
@@ -587,27 +587,27 @@ def shared_page_written_without_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(tables: Any, frames: Any, rows: Any, starts: Any) -> Any:
         return rows[:0], starts[:0], starts[:0]
 
-    monkeypatch.setattr(address_space, "_copies", copies)
+    monkeypatch.setattr(growth, "_copies", copies)
 
 
 def last_writer_keeps_a_page_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = address_space._copies
+    original = growth._copies
 
     def copies(*arguments: Any) -> Any:
         return tuple(part[:-1] for part in original(*arguments))
 
-    monkeypatch.setattr(address_space, "_copies", copies)
+    monkeypatch.setattr(growth, "_copies", copies)
 
 
 def cached_page_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A truncated page whose content the cache still has."""
-    original = address_space._copies
+    original = growth._copies
 
     def copies(tables: Any, frames: Any, rows: Any, starts: Any) -> Any:
         blind = SimpleNamespace(references=frames.references, sealed=np.zeros_like(frames.sealed))
         return original(tables, blind, rows, starts)
 
-    monkeypatch.setattr(address_space, "_copies", copies)
+    monkeypatch.setattr(growth, "_copies", copies)
 
 
 def copy_source_released_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tool_chats import model_that
 
 from service import body_values
-from service.tokenization import Tokenizer
 from service.errors import PayloadTooLarge
+from service.tokenization import Tokenizer
 
 
 def is_taken(raw: bytes) -> bool:
