@@ -213,6 +213,20 @@ async def many_sequences(house: RealHouse, page: Page, count: int) -> None:
     await page.route("**/admin/v1/sequences?limit=500", lambda route: route.fulfill(json=found))
 
 
+async def test_at_no_width_is_anything_cut_off_or_covered(house: RealHouse) -> None:
+    async with browser_at(house) as tab:
+        page = tab.page
+        await expect(page.locator("#state")).to_have_text("live")
+        await expect(page.locator(".keys b >> nth=3")).not_to_be_empty()
+        for width in (360, 400, 799, 800, 1279, 1280, 1900):
+            await page.set_viewport_size({"width": width, "height": 700})
+            cut = """all => all.filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.innerText)"""
+            assert (width, await page.eval_on_selector_all(".keys, header, html", cut)) == (width, [])
+            at_the_foot = await page.evaluate("document.elementFromPoint(innerWidth / 2, innerHeight - 4).tagName")
+            assert at_the_foot != "FOOTER", "it has told nothing"
+    assert tab.faults == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_serious_fault_in_any_tab(house: RealHouse, scheme: str) -> None:
     await house.post("/v1/completions", {"prompt": list(range(2, 80)), "max_tokens": 4})
