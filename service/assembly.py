@@ -96,35 +96,10 @@ def assemble(
         executor, frames, slots = _cpu_executor(settings, config, parameters, sizes, native)
     else:
         raise ConfigurationError("thin_rows belongs to the CUDA kernels: on a CPU there are none")
-    memory = MemoryManager(
-        frames=executor.frames,
-        max_rows=sizes.rows,
-        max_pages=sizes.pages,
-        page_size=settings.page_size,
-        slots=executor.slots,
-        opened_slots=0,
-        watermarks=Watermarks.from_shares(executor.frames, *watermark_shares(settings)),
-    )
-    if (frames, slots) != (executor.frames, executor.slots):
-        memory.resize(frames, slots)  # there is room for more: operators may have it
-        executor.resize(frames, slots)
-    memory.ledger.mode = OvercommitMode(settings.overcommit)
-    for name, limits in tenant_limits(settings.tenants, frames, slots, executor.frame_bytes).items():
-        memory.tenants.set_limits(name, limits)
-    bounds = SchedulerSettings(
-        max_running=sizes.running,
-        max_batched_tokens=sizes.tokens,
-        max_length=max_length,
-        finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
-        prefix_caching=settings.enable_prefix_caching,
-        ageing_s=settings.priority_ageing_s if settings.scheduling_policy == "priority" else None,
-        most_overtaken=settings.max_overtakes,
-        max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
-        step_sizes=executor.step_sizes,
-    )
-    scheduler = Scheduler(memory, bounds)
+    memory = _memory(settings, executor, sizes, frames, slots)
+    scheduler = Scheduler(memory, _bounds_of_steps(settings, sizes, max_length, executor, on_gpu=on_gpu))
     rates = RateLimits({name: each.rate_limit for name, each in settings.tenants.items()}, time.monotonic)
-    request_limits = Limits(
+    limits = Limits(
         max_model_len=max_length,
         max_request_tokens=memory.max_tokens_of(None),
         tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
@@ -135,7 +110,7 @@ def assemble(
         takes_priority=settings.scheduling_policy == "priority",
         max_running=sizes.running,
     )
-    engine = Engine(scheduler, executor, request_limits, observer, step_timeout_s=settings.step_timeout_s, rates=rates)
+    engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s, rates=rates)
     client = EngineClient(engine)
     engine.connect(0, client)
     return Assembly(
@@ -205,6 +180,42 @@ def _max_length(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_positions:
         raise ConfigurationError(f"max_model_len is {asked}, but the model has {config.max_positions} positions")
     return asked or config.max_positions
+
+
+def _memory(settings: Settings, executor: Executor, sizes: _Sizes, frames: int, slots: int) -> MemoryManager:
+    """Over all that the executor has a place for; `frames` and `slots` of it are in use at the start."""
+    memory = MemoryManager(
+        frames=executor.frames,
+        max_rows=sizes.rows,
+        max_pages=sizes.pages,
+        page_size=settings.page_size,
+        slots=executor.slots,
+        opened_slots=0,
+        watermarks=Watermarks.from_shares(executor.frames, *watermark_shares(settings)),
+    )
+    if (frames, slots) != (executor.frames, executor.slots):
+        memory.resize(frames, slots)  # there is room for more: operators may have it
+        executor.resize(frames, slots)
+    memory.ledger.mode = OvercommitMode(settings.overcommit)
+    for name, limits in tenant_limits(settings.tenants, frames, slots, executor.frame_bytes).items():
+        memory.tenants.set_limits(name, limits)
+    return memory
+
+
+def _bounds_of_steps(
+    settings: Settings, sizes: _Sizes, max_length: int, executor: Executor, *, on_gpu: bool
+) -> SchedulerSettings:
+    return SchedulerSettings(
+        max_running=sizes.running,
+        max_batched_tokens=sizes.tokens,
+        max_length=max_length,
+        finds_shared_prefixes=on_gpu and settings.shared_prefixes == "auto",
+        prefix_caching=settings.enable_prefix_caching,
+        ageing_s=settings.priority_ageing_s if settings.scheduling_policy == "priority" else None,
+        most_overtaken=settings.max_overtakes,
+        max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
+        step_sizes=executor.step_sizes,
+    )
 
 
 def device_dtype(config: ModelConfig, requested: str) -> torch.dtype:
