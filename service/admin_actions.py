@@ -16,12 +16,13 @@ from service.admin import query_of
 from service.admin_bodies import BODIES, Prefix
 from service.body import read_body
 from service.errors import PermissionDenied, quoted
+from service.field_checks import check_token_ids
 from service.front_end import FRONT_END
 from service.json_answers import encoded_answer
 from service.middleware import CALLER, Handler
 from service.prompts import chat_prompt
 from service.questions import Act
-from service.schema import TokenizeBody, check_token_ids
+from service.schema import TokenizeBody
 
 
 def action(path: str) -> Handler:

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from service.errors import BadRequest
+from service.field_checks import MAX_PRIORITY, check_request_id
 from service.messages import ChatMessage
-from service.schema import MAX_PRIORITY, Body, StreamOptions, check_request_id
+from service.schema import Body, StreamOptions
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]

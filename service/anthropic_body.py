@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from service.errors import BadRequest, NotImplementedYet, quoted
+from service.field_checks import MAX_STOPS
 from service.messages import ChatMessage, FunctionCall, ToolCall
-from service.schema import MAX_STOPS, Body, ChatBody
+from service.schema import Body, ChatBody
 from service.tools import Function, FunctionName, NamedChoice, Tool, ToolChoice
 
 NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}

@@ -15,6 +15,7 @@ from service.body import read_body
 from service.completions import create_chat_completion, create_completion
 from service.docs_page import docs, openapi
 from service.errors import EngineDead, NotImplementedYet, QueueFull, ServiceUnavailable, quoted
+from service.field_checks import check_token_ids
 from service.fork_route import fork_request
 from service.front_end import FRONT_END, FrontEnd
 from service.json_answers import json_answer
@@ -24,7 +25,7 @@ from service.page_files import page, to_page
 from service.prompts import chat_prompt, check_text_length
 from service.questions import CountGenerating, RenderMetrics
 from service.responses import create_response
-from service.schema import DetokenizeBody, TokenizeBody, check_token_ids
+from service.schema import DetokenizeBody, TokenizeBody
 from service.served_model import ServedModel
 
 Route = tuple[str, str, Handler, Access]

@@ -27,12 +27,12 @@ from service.admin_sequences import find, name_of
 from service.checkpoint_file import CheckpointFolder, Header, ModelIdentity
 from service.engine_client import Submit
 from service.errors import BadRequest, NotStarted, PagewalkError, ServiceUnavailable, quoted
+from service.field_checks import MAX_ID_CHARACTERS, MAX_PRIORITY, MAX_STOPS
 from service.grammars import GrammarRefused, Matcher
 from service.operations import Operations
 from service.questions import Answers, Restore, Restored, SaveCheckpoint
 from service.request import SavedPages, Sequence
 from service.sampling import check_parameters
-from service.schema import MAX_ID_CHARACTERS, MAX_PRIORITY, MAX_STOPS
 from service.sequences import space_of
 
 PAGES_AT_ONCE = 64

@@ -19,10 +19,11 @@ from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
 from service.constraint import Constraint
 from service.engine_client import AnswerForm, EndReason, Limits, Sibling, Submit, TextWishes
 from service.errors import BadRequest, EngineDead, quoted
+from service.field_checks import check_token_ids
 from service.prompts import Prompt, output_tokens, thinking_reading
 from service.questions import Answerer, Fork, Forked, Parent, Restore, Restored
 from service.sampling import beam_search, forked_parameters, sampling_parameters, sibling_seed, with_seed
-from service.schema import ChatBody, ForkBody, GenerationBody, check_token_ids
+from service.schema import ChatBody, ForkBody, GenerationBody
 from service.served_model import ServedModel
 from service.stop_strings import StopMatcher
 from service.token_stream import Inbox, TokenStream

@@ -31,9 +31,9 @@ from service.errors import (
     anthropic_body,
     quoted,
 )
+from service.field_checks import REQUEST_ID
 from service.front_end import FRONT_END
 from service.questions import Enter, Leave
-from service.schema import REQUEST_ID
 
 log = structlog.get_logger("pagewalk.http")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from service import answer_types as answers
-from service import schema
+from service import field_checks, schema
 from service.anthropic_body import CountBody, MessagesBody
 from service.errors import ErrorBody
 from service.responses_body import ResponsesBody
@@ -100,7 +100,7 @@ _AT_LEAST_1 = {"minimum": 1}
 _TOP_P = {"exclusiveMinimum": 0, "maximum": 1}
 
 RANGES: Mapping[str, Mapping[str, Any]] = {
-    "n": {"minimum": 1, "maximum": schema.MAX_CHOICES},
+    "n": {"minimum": 1, "maximum": field_checks.MAX_CHOICES},
     "max_tokens": _AT_LEAST_1,
     "max_completion_tokens": _AT_LEAST_1,
     "max_output_tokens": _AT_LEAST_1,
@@ -114,20 +114,20 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
     "repetition_penalty": {"exclusiveMinimum": 0},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "priority": {"minimum": -schema.MAX_PRIORITY, "maximum": schema.MAX_PRIORITY},
+    "priority": {"minimum": -field_checks.MAX_PRIORITY, "maximum": field_checks.MAX_PRIORITY},
     "choice": {"minimum": 0},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "beam_width": {"minimum": 2, "maximum": schema.MAX_BEAMS},
-    "length_penalty": {"minimum": -schema.MAX_LENGTH_PENALTY, "maximum": schema.MAX_LENGTH_PENALTY},
+    "beam_width": {"minimum": 2, "maximum": field_checks.MAX_BEAMS},
+    "length_penalty": {"minimum": -field_checks.MAX_LENGTH_PENALTY, "maximum": field_checks.MAX_LENGTH_PENALTY},
     "tools": {"maxItems": MAX_TOOLS},
-    "stop_sequences": {"maxItems": schema.MAX_STOPS},
-    "stop_token_ids": {"maxItems": schema.MAX_STOP_TOKEN_IDS},
-    "bad_words": {"maxItems": schema.MAX_BAD_WORDS},
+    "stop_sequences": {"maxItems": field_checks.MAX_STOPS},
+    "stop_token_ids": {"maxItems": field_checks.MAX_STOP_TOKEN_IDS},
+    "bad_words": {"maxItems": field_checks.MAX_BAD_WORDS},
     "allowed_token_ids": {"minItems": 1},
-    "logit_bias": {"maxProperties": schema.MAX_BIASES},
+    "logit_bias": {"maxProperties": field_checks.MAX_BIASES},
     "truncate_prompt_tokens": {"minimum": -1},
-    "cache_salt": {"pattern": rf"^[^@/\\\x00]{{1,{schema.MAX_SALT_CHARACTERS}}}$"},
-    "request_id": {"pattern": rf"^{schema.REQUEST_ID.pattern}$"},
+    "cache_salt": {"pattern": rf"^[^@/\\\x00]{{1,{field_checks.MAX_SALT_CHARACTERS}}}$"},
+    "request_id": {"pattern": rf"^{field_checks.REQUEST_ID.pattern}$"},
     "messages": {"minItems": 1},
 }
 """Field of a body -> bounds of its value."""

@@ -17,7 +17,8 @@ from service.body_values import check_values
 from service.call_readers import READERS
 from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
-from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, check_token_ids, template_messages
+from service.field_checks import check_token_ids
+from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, template_messages
 from service.served_model import ServedModel
 from service.tokenization import json_length
 

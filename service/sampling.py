@@ -14,7 +14,8 @@ import msgspec
 from model.step_plan import MAX_LOGPROBS, SamplingParameters
 from service.engine_client import BeamSearch
 from service.errors import BadRequest, quoted
-from service.schema import MAX_BIAS, GenerationBody, check_token_ids
+from service.field_checks import MAX_BIAS, check_token_ids
+from service.schema import GenerationBody
 from service.tokenization import Tokenizer
 
 GREEDY_BELOW = 1e-5

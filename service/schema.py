@@ -1,4 +1,5 @@
-"""HTTP bodies as msgspec Structs, and every check of a body that needs no tokenizer and no engine.
+"""HTTP bodies as msgspec Structs. What their fields may be is checked here and in field_checks.py: all that needs no
+tokenizer and no engine.
 
 The Structs declare every field that the API names, so a field is in one of four groups:
 
@@ -7,35 +8,34 @@ The Structs declare every field that the API names, so a field is in one of four
     not yet         another release serves it: null and its neutral value are accepted, others are NotImplementedYet
     unknown         refused with the nearest known name, since a typo must not change an answer in silence
 
-`null` always means the default. Ranges are checked here, by hand, because a message should say what was sent.
+`null` always means the default.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from service.constraint import ResponseFormat, StructuredOutputs, constraint_of
+from service.constraint import ResponseFormat, StructuredOutputs
 from service.errors import BadRequest, NotImplementedYet, quoted
+from service.field_checks import (
+    CACHE_SALT,
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_PROMPTS,
+    MAX_SALT_CHARACTERS,
+    check_beams,
+    check_constraint,
+    check_lengths,
+    check_range,
+    check_request_id,
+    check_sampling,
+    check_stops,
+    check_token_lists,
+    first_beside,
+)
 from service.messages import ChatMessage, check_tool_messages
 from service.tools import NamedChoice, Tool, ToolChoice, check_tools
-
-MAX_PROMPTS = 1024
-MAX_CHOICES = 64
-MAX_BEAMS = 16
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024  # held back text is bounded by the longest stop
-MAX_STOP_TOKEN_IDS = 128  # the engine compares every sampled token with them, each step
-MAX_BIASES = 1024
-MAX_BIAS = 100.0  # larger ones are taken as this
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARACTERS = 128
-MAX_LENGTH_PENALTY = 10.0  # a length to this power is still a number
-MAX_ID_CHARACTERS = 128
-MAX_SALT_CHARACTERS = 128
-MAX_PRIORITY = 1000
-SEEDS = range(-(2**63), 2**63)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self) -> None:
         """Everything that can be said without a tokenizer. Raises BadRequest or NotImplementedYet."""
-        if name := _first_beside(self, self.NEUTRAL):
+        if name := first_beside(self, self.NEUTRAL):
             given = quoted(getattr(self, name))
             raise NotImplementedYet(f"{name} is not served by this version, got {given}.", param=name)
 
@@ -170,13 +170,13 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self) -> None:
         super().check()
-        _check_range("n", self.n, 1, MAX_CHOICES, f"1 to {MAX_CHOICES}")
-        self._check_lengths()
-        _check_sampling(self)
-        _check_token_lists(self)
-        _check_beams(self)
-        _check_stops(self)
-        _check_constraint(self)
+        check_range("n", self.n, 1, MAX_CHOICES, f"1 to {MAX_CHOICES}")
+        check_lengths(self)
+        check_sampling(self)
+        check_token_lists(self)
+        check_beams(self)
+        check_stops(self)
+        check_constraint(self)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed with stream: true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -184,7 +184,7 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.spaces_between_special_tokens is False:
             message = "spaces_between_special_tokens can only be true."
             raise BadRequest(message, param="spaces_between_special_tokens")
-        _check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"{-MAX_PRIORITY} to {MAX_PRIORITY}")
+        check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"{-MAX_PRIORITY} to {MAX_PRIORITY}")
         if self.request_id is not None:
             check_request_id(self.request_id)
         if self.cache_salt is not None and not CACHE_SALT.fullmatch(self.cache_salt):
@@ -192,25 +192,8 @@ class GenerationBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest(message, param="cache_salt")
 
     @property
-    def _least_tokens(self) -> int:
+    def least_tokens(self) -> int:
         return 1
-
-    def _check_lengths(self) -> None:
-        _check_range("max_tokens", self.max_tokens, self._least_tokens, None, f"at least {self._least_tokens}")
-        _check_range("min_tokens", self.min_tokens, 0, None, "at least 0")
-        if self.min_tokens is not None and self.asked_tokens is not None and self.min_tokens > self.asked_tokens:
-            message = (
-                f"min_tokens must be at most max_tokens, {quoted(self.asked_tokens)}, got {quoted(self.min_tokens)}."
-            )
-            raise BadRequest(message, param="min_tokens")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise BadRequest(f"timeout_s must be above 0, got {quoted(self.timeout_s)}.", param="timeout_s")
-        cut = self.truncate_prompt_tokens
-        if cut is not None and cut != -1 and cut < 1:
-            message = f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {quoted(cut)}."
-            raise BadRequest(message, param="truncate_prompt_tokens")
-        if cut is None and self.truncation_side == "right":
-            raise BadRequest("truncation_side needs truncate_prompt_tokens.", param="truncation_side")
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,7 +221,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
         return bool(self.echo) and self.logprobs is not None
 
     @property
-    def _least_tokens(self) -> int:
+    def least_tokens(self) -> int:
         return 0 if self.echo else 1
 
     def check(self) -> None:
@@ -249,7 +232,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
     def check_logprobs(self, limit: int) -> None:
         super().check_logprobs(limit)
-        _check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
+        check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
 
     def prompts(self) -> list[tuple[str, str | list[int]]]:
         """(path, prompt) of each: all texts or all token ids, none empty; ids are not checked against a vocabulary."""
@@ -333,7 +316,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         super().check()
-        _check_range("max_completion_tokens", self.max_completion_tokens, 1, None, "at least 1")
+        check_range("max_completion_tokens", self.max_completion_tokens, 1, None, "at least 1")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
         if self.echo and not self.continue_final_message:
@@ -346,7 +329,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check_logprobs(self, limit: int) -> None:
         super().check_logprobs(limit)
-        _check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
+        check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
 
 
 class ForkBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -365,17 +348,17 @@ class ForkBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         super().check()
-        if name := _first_beside(self, NOT_IN_FORKS):
+        if name := first_beside(self, NOT_IN_FORKS):
             raise BadRequest(f"{name} cannot be changed by a fork.", param=name)
-        _check_range("choice", self.choice, 0, None, "at least 0")
+        check_range("choice", self.choice, 0, None, "at least 0")
         if self.top_logprobs and self.logprobs is not True:
             raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
 
     def check_logprobs(self, limit: int) -> None:
         super().check_logprobs(limit)
-        _check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
+        check_range("top_logprobs", self.top_logprobs, 0, limit, f"0 to {limit}")
         if not isinstance(self.logprobs, bool):
-            _check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
+            check_range("logprobs", self.logprobs, 0, limit, f"0 to {limit}")
 
 
 NOT_IN_FORKS: Mapping[str, tuple[Any, ...]] = {
@@ -448,138 +431,3 @@ def template_messages(body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
     messages = body.messages or []
     check_tool_messages(messages)
     return [message.for_template(f"$.messages[{i}]") for i, message in enumerate(messages)]
-
-
-def check_token_ids(ids: Sequence[int], vocabulary: int, *, param: str, path: str) -> None:
-    """Raises BadRequest if an id is not in 0 ... vocabulary - 1. `path` names the list, as `$.prompt[2]`."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
-        return
-    at = next(i for i, token in enumerate(ids) if not 0 <= token < vocabulary)
-    message = f"token ids must be in 0 ... {vocabulary - 1}, got {quoted(ids[at])} - at `{path}[{at}]`"
-    raise BadRequest(message, param=param)
-
-
-CACHE_SALT = re.compile(rf"[^@/\\\0]{{1,{MAX_SALT_CHARACTERS}}}")
-REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")
-
-
-def check_request_id(request_id: str) -> None:
-    """An id goes into a header, a log line and the answer's `id`. Raises BadRequest."""
-    if not REQUEST_ID.fullmatch(request_id):
-        message = f"request_id must be 1 to {MAX_ID_CHARACTERS} visible ASCII characters."
-        raise BadRequest(message, param="request_id")
-
-
-def _first_beside(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> str | None:
-    """The first of these fields that is neither null nor one of its neutral values."""
-    for name, values in neutral.items():
-        value = getattr(body, name)
-        if value is not None and value not in values:
-            return name
-    return None
-
-
-def _check_range(name: str, value: float | None, low: float, high: float | None, words: str) -> None:
-    if value is not None and (value < low or (high is not None and value > high)):
-        raise BadRequest(f"{name} must be {words}, got {quoted(value)}.", param=name)
-
-
-def _check_share(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value <= 1:
-        raise BadRequest(f"{name} must be in (0, 1], got {quoted(value)}.", param=name)
-
-
-def _check_sampling(body: GenerationBody) -> None:
-    _check_range("temperature", body.temperature, 0, 2, "in [0, 2]")
-    _check_share("top_p", body.top_p)
-    _check_range("top_k", body.top_k, -1, None, "at least -1 (0 and -1 are off)")
-    _check_range("min_p", body.min_p, 0, 1, "in [0, 1]")
-    _check_share("typical_p", body.typical_p)
-    _check_range("presence_penalty", body.presence_penalty, -2, 2, "in [-2, 2]")
-    _check_range("frequency_penalty", body.frequency_penalty, -2, 2, "in [-2, 2]")
-    if body.repetition_penalty is not None and body.repetition_penalty <= 0:
-        message = f"repetition_penalty must be above 0, got {quoted(body.repetition_penalty)}."
-        raise BadRequest(message, param="repetition_penalty")
-    if body.seed is not None and body.seed not in SEEDS:
-        raise BadRequest(f"seed must fit into 64 bits with its sign, got {quoted(body.seed)}.", param="seed")
-
-
-def _check_token_lists(body: GenerationBody) -> None:
-    """Counts and sizes; ids are compared with the vocabulary later."""
-    if body.logit_bias is not None and len(body.logit_bias) > MAX_BIASES:
-        message = f"logit_bias may have at most {MAX_BIASES} entries, got {len(body.logit_bias)}."
-        raise BadRequest(message, param="logit_bias")
-    if body.allowed_token_ids is not None and not body.allowed_token_ids:
-        raise BadRequest("allowed_token_ids must not be empty: nothing could be sampled.", param="allowed_token_ids")
-    words = body.bad_words or []
-    if len(words) > MAX_BAD_WORDS:
-        raise BadRequest(f"bad_words may have at most {MAX_BAD_WORDS} items, got {len(words)}.", param="bad_words")
-    for i, word in enumerate(words):
-        if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
-            message = f"a bad word must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
-            raise BadRequest(f"{message} - at `$.bad_words[{i}]`", param="bad_words")
-
-
-_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"beam_width": (), "length_penalty": (1.0,), "early_stopping": (False,)}
-"""Fields that mean something with beam search only -> values that change nothing without it."""
-
-_NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "temperature": (0.0,),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "typical_p": (1.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "min_tokens": (0,),
-    "seed": (),
-    "prompt_logprobs": (),
-}
-"""Fields that beam search has no use for -> values that it can take, since they say what it does anyway."""
-
-
-def _check_beams(body: GenerationBody) -> None:
-    if not body.use_beam_search:
-        if name := _first_beside(body, _BEAM_FIELDS):
-            raise BadRequest(f"{name} needs use_beam_search: true.", param=name)
-        return
-    _check_range("beam_width", body.beam_width, 2, MAX_BEAMS, f"2 to {MAX_BEAMS}")
-    _check_range(
-        "length_penalty", body.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
-        f"in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]",
-    )  # fmt: skip
-    beams = MAX_BEAMS if body.beam_width is None else body.beam_width
-    if body.choices_per_prompt > beams:
-        message = f"n must be at most the number of beams, {beams}, got {body.choices_per_prompt}."
-        raise BadRequest(message, param="n")
-    if name := _first_beside(body, _NOT_WITH_BEAMS):
-        raise BadRequest(f"{name} cannot be used with use_beam_search.", param=name)
-    if body.top_choices is not None:
-        raise BadRequest("logprobs cannot be used with use_beam_search.", param="logprobs")
-
-
-def _check_constraint(body: GenerationBody) -> None:
-    asked = constraint_of(body.response_format, body.structured_outputs)
-    if asked is not None and body.use_beam_search:
-        raise BadRequest(f"{asked[1]} cannot be used with use_beam_search.", param=asked[1])
-
-
-def _check_stops(body: GenerationBody) -> None:
-    if len(body.stops) > MAX_STOPS:
-        raise BadRequest(f"stop may have at most {MAX_STOPS} items, got {len(body.stops)}.", param="stop")
-    for i, stop in enumerate(body.stops):
-        path = "$.stop" if isinstance(body.stop, str) else f"$.stop[{i}]"
-        if not stop:
-            raise BadRequest(f"a stop string must not be empty - at `{path}`", param="stop")
-        if len(stop) > MAX_STOP_CHARACTERS:
-            message = f"a stop string may have at most {MAX_STOP_CHARACTERS} characters, got {len(stop)} - at `{path}`"
-            raise BadRequest(message, param="stop")
-    count = len(body.stop_token_ids or [])
-    if count > MAX_STOP_TOKEN_IDS:
-        message = f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} items, got {count}."
-        raise BadRequest(message, param="stop_token_ids")
