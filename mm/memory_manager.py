@@ -193,7 +193,7 @@ class MemoryManager:
 
     def chain(self, tokens: Int32Array, namespace: Namespace = Namespace(), tenant: str = "default") -> ContentChain:  # noqa: B008  (frozen)
         """The pages of a prompt (its token ids), as they are named in the cache. Made once per Sequence."""
-        if self.tenants.limits[self.tenants.id(tenant)].isolate:
+        if self.tenants.isolates(tenant):
             namespace = Namespace(namespace.adapter, namespace.salt, tenant)
         return ContentChain(self._secret, namespace, tokens, self.page_size)
 

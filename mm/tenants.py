@@ -98,6 +98,16 @@ class Tenants:
         self.events.append(TenantEvents())
         return number
 
+    def isolates(self, name: str) -> bool:
+        """Whether it finds its own pages alone. Does not make it known."""
+        found = self._ids.get(name)
+        return found is not None and self.limits[found].isolate
+
+    def forget(self, name: str) -> None:
+        """The one that became known last, and has had nothing yet, is not known any more."""
+        assert self._ids[name] == len(self.names) - 1, "others have come after it"
+        del self._ids[name], self.names[-1], self.limits[-1], self.events[-1]
+
     def set_limits(self, name: str, limits: TenantLimits) -> None:
         """Takes effect with the next allocation and the next reclaim."""
         self.limits[self.id(name)] = limits

@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from service.engine_client import DEFAULT_TENANT
 from service.errors import BadRequest
 from service.field_checks import MAX_PRIORITY, check_request_id
 from service.messages import ChatMessage
 from service.schema import Body, StreamOptions
+from service.tenant_settings import TENANT_NAME, is_tenant_name
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
@@ -47,7 +49,12 @@ class Prefix(ActionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens: list[Count] | None = None
     messages: list[ChatMessage] | None = None
     salt: str = ""
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
+
+    def check(self) -> None:
+        super().check()
+        if not is_tenant_name(self.tenant):
+            raise BadRequest(f"tenant must be {TENANT_NAME}.", param="tenant")
 
 
 class AdvisePrefix(Prefix, frozen=True, kw_only=True, forbid_unknown_fields=True):

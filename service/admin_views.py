@@ -38,7 +38,7 @@ from mm.tenants import UNLIMITED
 from service.action_log import ActionLog
 from service.engine import Engine
 from service.errors import BadRequest, NotFound, quoted
-from service.questions import Answers, FrameBytes, Look, MapFrames
+from service.questions import Answers, FrameBytes, Look, MapFrames, ViewQuery
 
 Facts = dict[str, object]
 
@@ -296,7 +296,11 @@ def swaps(inside: Inside, asked: Look) -> Facts:
 
 def page_cache(inside: Inside, asked: Look) -> Facts:
     """Cached pages, those found most often first; ?limit= ?offset=. With ?prefix_of=IDS what of a prompt is cached."""
-    if asked.query.prefix_of is not None:
+    has_prefix = asked.query.prefix_of is not None
+    for name in ("limit", "offset") if has_prefix else ("salt", "tenant"):
+        if getattr(asked.query, name) != getattr(ViewQuery(), name):
+            raise BadRequest(f"{name} goes {'without' if has_prefix else 'with'} prefix_of", param=name)
+    if has_prefix:
         return _prefix(inside, asked)
     memory, query = inside.memory, asked.query
     cache = memory.cache

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import structlog
 
 from service.engine_client import DEFAULT_TENANT
+from service.tenant_settings import TENANT_NAME, is_tenant_name
 
 WATCH_S = 2.0
 """How often a file of keys is looked at."""
@@ -128,6 +129,8 @@ def read_key_file(path: Path) -> dict[bytes, str]:
             continue
         if hashed := _HASHED.fullmatch(line):
             digest, tenant = bytes.fromhex(hashed["hex"]), hashed["tenant"] or DEFAULT_TENANT
+            if not is_tenant_name(tenant):
+                raise ValueError(f"{path}, line {number}: the name of a tenant is {TENANT_NAME}")
         elif "sha256:" in line or not _KEY.fullmatch(line):
             raise ValueError(
                 f"{path}, line {number}: must be KEY (printable, no spaces) or [TENANT:]sha256:64 hex digits"

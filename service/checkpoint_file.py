@@ -26,7 +26,7 @@ from torch import Tensor
 from service.engine_client import Submit
 from service.errors import BadRequest, NotFound, PagewalkError, PermissionDenied, ServiceUnavailable, quoted
 
-VERSION = 1
+VERSION = 2
 
 HEADER_BYTES = 64 << 20
 """What a file may have beside its pages: tokens are a few bytes each."""
@@ -56,7 +56,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: ModelIdentity
     submit: Submit  # as if it came now: its prompt are all tokens so far, max_tokens those that may still come
-    answer_begin: int  # where in these the answer begins
+    answer_begin: int  # where in these the answer begins; of a fork, with what it was forked from
+    text_begin: int  # where its text begins: of a fork, after that
     positions: int  # tokens, from the first on, whose keys and values are there
     created: float  # unix time
     version: int = VERSION

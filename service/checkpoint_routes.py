@@ -48,6 +48,6 @@ async def restore(request: web.Request) -> web.StreamResponse:
     )
     request[ID] = restored.request_id
     kind = CompletionForm if restored.form == "completion" else ChatForm
-    more = {"restored_tokens": len(restored.tokens) - restored.answer_begin}
+    more = {"restored_tokens": len(restored.tokens) - restored.text_begin}
     form = form_of(kind, request, told, model, model.check_name(None), more=more)
     return await deliver(request, told, generation, form)

@@ -9,6 +9,7 @@ comes from a file is never shared with other requests: it is not in the page cac
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ class Checkpoints:
             model=self._model,
             submit=sequence.continued(tokens.tolist(), self._engine.now),
             answer_begin=sequence.answer_begin,
+            text_begin=sequence.text_begin,
             positions=positions,
             created=time.time(),
         )
@@ -225,7 +227,7 @@ class Checkpoints:
         is_shaped = pages.shape[1:] == facts.page_shape and str(pages.dtype) == f"torch.{facts.dtype}"
         if not is_shaped or len(pages) != pages_for(header.positions, facts.page_tokens):
             raise BadRequest(f"{whose} holds pages of another shape than its header says", param="path")
-        is_sound = 0 < header.answer_begin < count and 0 <= header.positions < count
+        is_sound = 0 < header.answer_begin <= header.text_begin < count and 0 <= header.positions < count
         is_sound = is_sound and submit.max_tokens > 0 and not submit.siblings
         if not is_sound or submit.beam_search is not None or submit.prompt_logprobs >= 0 or submit.form == "tools":
             raise BadRequest(f"{whose} contradicts itself", param="path")
@@ -273,7 +275,7 @@ class Checkpoints:
         engine.limits.check_fits(count, message.max_tokens, message.tenant)
         engine.limits.check_queue(engine.queue, 1, count)
         sequence = Sequence.from_submit(message, front_end, now)
-        sequence.inherited_tokens = count - header.answer_begin
+        sequence.inherited_tokens, sequence.restored_tokens = count - header.answer_begin, count - header.text_begin
         sequence.saved, sequence.matcher = saved, matcher
         engine.scheduler.restore(sequence, now)
         facts = self._operations.facts(sequence)
@@ -283,6 +285,7 @@ class Checkpoints:
             request_id=message.request_id,
             tokens=message.prompt_ids,
             answer_begin=header.answer_begin,
+            text_begin=header.text_begin,
             max_tokens=message.max_tokens,
             form=message.form,
             sampling=message.sampling,
@@ -302,7 +305,7 @@ def _could_be_asked(submit: Submit, vocabulary: int) -> bool:
         check_parameters(submit.sampling, vocabulary)
         and all(0 <= token < 2**31 for token in submit.end_ids)
         and abs(submit.priority) <= MAX_PRIORITY
-        and (timeout_s is None or 0 <= timeout_s <= 2**31)
+        and (timeout_s is None or 0 <= timeout_s < math.inf)
         and len(stops) <= MAX_STOPS
         and all(stops)
         and 0 < len(submit.request_id) <= MAX_ID_CHARACTERS

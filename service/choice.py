@@ -132,20 +132,27 @@ class Choice:
         self._unsent: deque[ScoredToken] = deque()
         self._text = self._sent = len(prompt.echo)  # characters: decoded so far, and given out
 
-    def follow(self, token_ids: Sequence[int], *, with_stops: bool = False) -> None:
-        """It goes on after these tokens of another answer. What they began and left unfinished is this one's.
+    def follow(self, token_ids: Sequence[int], *, own: int = 0, min_tokens: int = 0) -> None:
+        """It goes on after these tokens of an answer. What they began and left unfinished is this one's.
 
-        with_stops: also the beginning of a stop string. Raises BadRequest if the whole of one is there.
+        own: so many at their end are of this very answer: a stop string may begin there, or be there; then the choice
+        has nothing more to say. min_tokens: of all of them, those in which none counts.
         """
-        text = "".join(map(self._detokenizer.push, token_ids))
-        if with_stops and self._matcher is not None:
-            found = self._matcher.push(text, may_stop=self._rules.min_tokens == 0)
-            if found.stopped:
-                raise BadRequest("The answer is over: it has a stop string.")
-            text = found.text
+        texts = list(map(self._detokenizer.push, token_ids))
+        if self._matcher is not None:
+            for at in range(len(texts) - own, len(texts)):
+                found = self._matcher.push(texts[at], may_stop=at >= min_tokens)
+                texts[at] = found.text
+                if found.stopped:
+                    self.finish_reason, self.stop_reason = "stop", found.which
         if self._reader is not None:
+            text = "".join(texts)
             self._reader.push(text)
             self._before = len(text)
+        if self.finish_reason is not None:
+            last = Delta("", [], self.finish_reason, self.stop_reason)
+            self._held = last if self._reader is None else self._taken_apart(last)
+            self._finish(0)
 
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.

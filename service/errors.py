@@ -40,6 +40,11 @@ def quoted(value: object, limit: int = ECHO_LIMIT) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
+def _text(message: str) -> str:
+    """Headers may bring bytes that are no text; JSON has no place for them."""
+    return message.encode("utf-8", "replace").decode()
+
+
 class ErrorObject(msgspec.Struct, frozen=True):
     """The `error` object on the wire."""
 
@@ -62,8 +67,8 @@ class PagewalkError(Exception):
     type: ClassVar[str] = "InternalServerError"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message if len(message) <= MESSAGE_LIMIT else f"{message[: MESSAGE_LIMIT - 1]}…")
-        self.param = param
+        super().__init__(_text(message if len(message) <= MESSAGE_LIMIT else f"{message[: MESSAGE_LIMIT - 1]}…"))
+        self.param = None if param is None else _text(param)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -155,13 +155,15 @@ class Generation:
         try:
             restored = await asyncio.shield(asked)
             told = _body_of(body, restored)
-            inherited = len(restored.tokens) - restored.answer_begin
-            least = max(0, restored.sampling.min_tokens - inherited)
+            own, min_tokens = len(restored.tokens) - restored.text_begin, restored.sampling.min_tokens
+            least = max(0, min_tokens - (len(restored.tokens) - restored.answer_begin))
             generation = cls(
                 told, model, _rules(told, frozenset(restored.text.stop_token_ids), least, interval), interval
             )
             generation.inbox = inbox
-            generation._follow(restored, restored.form, stream, sequence_id, told, model, with_stops=True)
+            generation._follow(
+                restored, restored.form, stream, sequence_id, told, model, own=own, min_tokens=min_tokens
+            )
         except BaseException:
             asked.add_done_callback(lambda done: _close(stream, done))  # before, there may be nothing to cancel yet
             raise
@@ -176,16 +178,17 @@ class Generation:
         body: GenerationBody,
         model: ServedModel,
         *,
-        with_stops: bool = False,
+        own: int = 0,
+        min_tokens: int = 0,
     ) -> None:
-        """The one choice is the rest of an answer that has begun elsewhere."""
+        """The one choice is the rest of an answer that has begun elsewhere. own, min_tokens: as in Choice.follow."""
         reading = None
         if form in ("thinking", "hidden_thinking"):
             asked = begun.tokens[: begun.answer_begin]
             reading = thinking_reading(asked, model, shows_reasoning=form == "thinking")
         prompt = Prompt(begun.tokens, reading=reading)
         choice = self._choice(0, prompt, stream, sequence_id, body, model)
-        choice.follow(begun.tokens[begun.answer_begin :], with_stops=with_stops)
+        choice.follow(begun.tokens[begun.answer_begin :], own=own, min_tokens=min_tokens)
         self.prompts, self._budgets = [prompt], [begun.max_tokens]
         self.choices, self._by_stream = [choice], {stream: choice}
 

@@ -5,6 +5,7 @@ takes the same way. An error that repeats is written a few times a minute, and t
 disk. No prompt or output text is ever logged.
 """
 
+import json
 import logging
 import sys
 import time
@@ -102,4 +103,7 @@ class _Repeats(logging.Filter):
 def _to_json(event: EventDict, **_: Any) -> str:
     """Keys in the order that people look for them. Values that JSON does not know are written as text."""
     first = {key: event.pop(key) for key in ("timestamp", "level", "event", "logger") if key in event}
-    return msgspec.json.encode({**first, **event}, enc_hook=str).decode()
+    try:
+        return msgspec.json.encode({**first, **event}, enc_hook=str).decode()
+    except UnicodeEncodeError:  # bytes of a client that are no text
+        return json.dumps({**first, **event}, default=str)

@@ -44,6 +44,7 @@ from service.open_requests import describe
 from service.questions import Act, Answers
 from service.request import Sequence, State
 from service.sequences import row_of, space_of
+from service.tenant_settings import TENANT_NAME, is_tenant_name
 
 COPY_POLL_S, COPY_TRIES = 0.01, 200
 """How often and how many times an action is tried again for which swap copies have to end first."""
@@ -294,9 +295,12 @@ def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
     """
     memory = operations.inside.memory
     tenants = memory.tenants
-    if of not in tenants.names and len(tenants.names) >= MAX_TENANTS - 1:
+    if not is_tenant_name(of):
+        raise BadRequest(f"the name of a tenant is {TENANT_NAME}")
+    is_known = of in tenants.names
+    if not is_known and len(tenants.names) >= MAX_TENANTS - 1:
         raise BadRequest(f"{MAX_TENANTS - 1} tenants are told apart, and there are as many")
-    before = tenants.limits[tenants.names.index(of)] if of in tenants.names else TenantLimits()
+    before = tenants.limits[tenants.names.index(of)] if is_known else TenantLimits()
     given = {name: getattr(body, name) for name in SetLimits.__struct_fields__ if name in _LIMITS}
     given = {name: UNLIMITED if value == "max" else value for name, value in given.items() if value is not None}
     try:
@@ -304,13 +308,14 @@ def tenant_limits(operations: Operations, of: str, body: SetLimits) -> Change:
     except ValueError as error:
         raise BadRequest(str(error)) from None
     tenants.set_limits(of, after)
-    if sum(limits.min for limits in tenants.limits) > memory.frames.usable:
-        tenants.set_limits(of, before)
-        raise BadRequest("the min of all tenants together are more frames than there are", param="min")
     try:
+        if sum(limits.min for limits in tenants.limits) > memory.frames.usable:
+            raise BadRequest("the min of all tenants together are more frames than there are", param="min")
         operations.check_all_still_fit(memory.max_tokens_of)
     except BadRequest:
         tenants.set_limits(of, before)
+        if not is_known:
+            tenants.forget(of)
         raise
     return _limits(before), _limits(after)
 

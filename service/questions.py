@@ -150,7 +150,8 @@ class Restored(msgspec.Struct, frozen=True):
 
     request_id: str
     tokens: list[int]  # prompt, then all of the answer so far
-    answer_begin: int  # where in `tokens` that answer begins
+    answer_begin: int  # where in `tokens` that answer begins; of a fork, with what it was forked from
+    text_begin: int  # where its text begins: of a fork, after that
     max_tokens: int
     form: AnswerForm
     sampling: SamplingParameters
@@ -176,13 +177,13 @@ class ViewQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may stand behind the ? of a view; which of it a view takes, admin.py says."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
-    offset: Annotated[int, Meta(ge=0)] = 0
+    offset: Annotated[int, Meta(ge=0, le=2**62)] = 0
     state: str | None = None
     order: str | None = None
     request: str | None = None
     tenant: str | None = None
     event: str | None = None
-    after: Annotated[int, Meta(ge=-1)] = -1
+    after: Annotated[int, Meta(ge=-1, le=2**62)] = -1
     prefix_of: str | None = None
     salt: str = ""
 

@@ -65,7 +65,8 @@ class Sequence:
     form: AnswerForm = "completion"
     text: TextWishes = TextWishes()  # noqa: RUF009 (frozen); how its front end makes text of it
     choice: int = 0  # its number in the answer
-    inherited_tokens: int = 0  # at the end of its prompt: the answer so far of the request that it was forked from
+    inherited_tokens: int = 0  # at the end of its prompt: the answer so far, of what it was forked or restored from
+    restored_tokens: int = 0  # of these, the last ones that are its very own answer: of a checkpoint
     is_sibling: bool = False  # its prompt came with another choice
     group: "BeamGroup | None" = None  # the beam search that it is a beam or a choice of
 
@@ -158,6 +159,11 @@ class Sequence:
     def answer_begin(self) -> int:
         """Where its answer begins: of a fork, with what it was forked from. Penalties on output look back to here."""
         return self.prompt_tokens - self.inherited_tokens
+
+    @property
+    def text_begin(self) -> int:
+        """Where the text of its answer begins: of a fork, after what it was forked from."""
+        return self.prompt_tokens - self.restored_tokens
 
     @property
     def queue_tokens(self) -> int:

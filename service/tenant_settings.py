@@ -37,6 +37,9 @@ MOST_TENANTS = MAX_TENANTS - 2
 MOST_RATE = 10**12
 """Requests or tokens a minute, at most."""
 
+TENANT_NAME = "1 to 128 printable characters"
+"""What its name may be: it is shown in tables and lines of log."""
+
 RISING = ("memory_min", "memory_low", "memory_high", "memory_max")
 """Each of them must not be above the next."""
 
@@ -85,6 +88,10 @@ RATES = RateLimit.__struct_fields__
 KEYS = TenantSettings.__struct_fields__
 
 
+def is_tenant_name(name: str) -> bool:
+    return 0 < len(name) <= 128 and name.isprintable()
+
+
 def read_tenants(table: Any) -> dict[str, TenantSettings]:
     """What a file has under `tenants`. Raises ValueError with one line that says which key is wrong, and what is right.
 
@@ -96,8 +103,8 @@ def read_tenants(table: Any) -> dict[str, TenantSettings]:
         raise ValueError(f"tenants: {len(table)} are listed, and at most {MOST_TENANTS} can be")
     tenants = {}
     for name, values in table.items():
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"tenants: a name must be text and not empty, got {name!r}")
+        if not isinstance(name, str) or not is_tenant_name(name):
+            raise ValueError(f"tenants: a name must be {TENANT_NAME}, got {name!r:.200}")
         if not isinstance(values, Mapping):
             raise ValueError(f"tenants.{name}: must be a table: [tenants.{name}]")  # noqa: TRY004
         tenants[name] = _read_tenant(f"tenants.{name}", values)

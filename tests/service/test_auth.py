@@ -52,6 +52,8 @@ def test_owners_are_told_apart_and_say_nothing_of_the_key() -> None:
     [
         ("two words", "line 2"), ("sha256:abc", "line 2"), ("batch:sha256:" + "g" * 64, "line 2"),
         ("cl\u00e9", "line 2"), ("other:" + hashed("first"), "another tenant"),
+        ("a\x07b:" + hashed("x"), "line 2: the name of a tenant is 1 to 128 printable characters"),
+        ("a" * 129 + ":" + hashed("x"), "line 2: the name of a tenant"),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_named_and_not_printed(tmp_path: Path, line: str, words: str) -> None:

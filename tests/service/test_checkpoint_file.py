@@ -30,7 +30,7 @@ from service.errors import BadRequest, NotFound, PermissionDenied
 
 MODEL = ModelIdentity("Llama", 2, 1, 8, 50, "bfloat16", 16, "c", "w")
 SUBMIT = Submit(0, "r", [1, 2, 3], 9, SamplingParameters(seed=2**64 - 1, logit_bias={3: -1.5}), [7])
-HEADER = Header(model=MODEL, submit=SUBMIT, answer_begin=2, positions=2, created=1.5)
+HEADER = Header(model=MODEL, submit=SUBMIT, answer_begin=2, text_begin=2, positions=2, created=1.5)
 PAGES = torch.randn(3, 2, 2, 1, 16, 8).to(torch.bfloat16)
 MOST = 1 << 20
 
@@ -48,7 +48,7 @@ def test_what_was_written_is_read(
 ) -> None:
     sampling = SamplingParameters(temperature=temperature, seed=seed, bad_words=[tokens] if tokens else [])
     submit = Submit(0, "r", tokens, 9, sampling, [7], cache_salt=salt, text=TextWishes(stops=stops))
-    header = Header(MODEL, msgspec.structs.replace(submit, constraint=Constraint("regex", salt)), 1, 2, 3.5)
+    header = Header(MODEL, msgspec.structs.replace(submit, constraint=Constraint("regex", salt)), 1, 1, 2, 3.5)
     read, read_pages = decode(encode(header, PAGES[:pages]))
     assert read == header
     assert torch.equal(read_pages, PAGES[:pages])

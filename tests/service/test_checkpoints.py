@@ -331,7 +331,17 @@ async def test_a_file_with_a_right_checksum_and_wrong_values_is_refused(house: H
     await house.end(number)
 
 
-@pytest.mark.parametrize("change", [{"positions": 10**6}, {"positions": -1}, {"answer_begin": 0}, {"answer_begin": 99}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"positions": 10**6},
+        {"positions": -1},
+        {"answer_begin": 0},
+        {"answer_begin": 99},
+        {"text_begin": 1},
+        {"text_begin": 99},
+    ],
+)
 async def test_a_header_that_contradicts_its_pages_is_refused(house: House, change: dict[str, int]) -> None:
     number = house.submit(PROMPT, 30)
     await house.steps(9)

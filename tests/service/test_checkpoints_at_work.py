@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from real_house import RealHouse, real_house
 from tiny_model import write_tiny_model
@@ -179,6 +180,61 @@ async def test_a_stop_string_that_had_begun_is_found(house: RealHouse) -> None:
         (choice,) = rest.events[-1]["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert rest.events[0]["choices"][0]["logprobs"] is not None
+
+
+async def test_one_saved_past_its_stop_string_has_nothing_more_to_say(house: RealHouse) -> None:
+    """Its front end finds the stop string some steps after the engine has made it: until then it can be saved."""
+    stream = await Stream(house, request_id="r", ignore_eos=True, **DRAWN).has(60)
+    stop = stream.text[20:26]
+    (sequence,) = house.engine.scheduler.open_sequences()
+    sequence.text = msgspec.structs.replace(sequence.text, stops=[stop])  # as if it had asked for that
+    await save(house, "r", "a")
+    await stream.leave()
+    for shown in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        async with house.session.post(admin(house, "restore"), json={"path": "a"} | shown) as response:
+            text = await response.text()
+        assert response.status == 200, text
+        (choice,) = json.loads(text.splitlines()[0].removeprefix("data: "))["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", stop)
+        assert '"completion_tokens":0' in text
+
+
+async def test_a_stop_string_within_min_tokens_does_not_count_after_a_restore_either(house: RealHouse) -> None:
+    free = await Stream(house, ignore_eos=True, **DRAWN | {"max_tokens": 40}).end()
+    body = DRAWN | {"stop": [free.text[2:9]], "min_tokens": 20, "ignore_eos": True}
+    part = await Stream(house, request_id="r", **body).has(30)
+    await save(house, "r", "a")
+    rest = await Stream(house, "restore", path="a", request_id="rest").has(10)
+    at = rest.events[0]["restored_tokens"]
+    await part.has(at + 10)
+    assert rest.tokens[:10] == part.tokens[at : at + 10]
+    await part.leave()
+    await rest.leave()
+
+
+async def test_a_restored_fork_is_the_rest_of_its_own_answer(house: RealHouse) -> None:
+    """What its parent had said is neither its text nor counted, and its stop strings are not looked for there."""
+    parent = await Stream(house, request_id="p", ignore_eos=True, **DRAWN).has(60)
+    asked = {"stop": [parent.text[5:12]], "seed": 4, "max_tokens": 2000, "ignore_eos": True}
+    fork = await Stream(house, "/v1/requests/p/fork", request_id="f", **asked).has(20)
+    for file, name in (("a", "f"), ("b", "r")):  # and one that was restored before
+        await save(house, name, file)
+        rest = await Stream(house, "restore", path=file, request_id="r" if name == "f" else "s").has(5)
+        at = rest.events[0]["restored_tokens"]
+        await fork.has(at + 5)
+        assert rest.tokens[:5] == fork.tokens[at : at + 5]
+    for stream in (parent, fork):
+        await stream.leave()
+    for name in ("r", "s"):
+        await house.session.delete(house.url + f"/v1/requests/{name}")
+
+
+async def test_a_request_that_may_take_for_ever_is_restored(house: RealHouse) -> None:
+    stream = await Stream(house, request_id="r", ignore_eos=True, timeout_s=1e300, **GREEDY).has(20)
+    await save(house, "r", "a")
+    rest = await Stream(house, "restore", path="a", request_id="again").has(5)
+    await stream.leave()
+    await rest.leave()
 
 
 async def test_a_chat_goes_on_as_a_chat(house: RealHouse) -> None:

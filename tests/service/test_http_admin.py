@@ -59,11 +59,19 @@ async def test_wrong_parameters_are_refused_by_name(house: RealHouse) -> None:
         "trace?event=lunch": "event",
         "meminfo?x=1": "x",
         "page_cache?prefix_of=1,99999999": "prefix_of",
+        "page_cache?salt=a": "salt",
+        "page_cache?tenant=a": "tenant",
+        "page_cache?prefix_of=1&limit=5": "limit",
+        "page_cache?prefix_of=1&offset=5": "offset",
+        f"trace?after={10**30}": "after",
+        f"frames?offset={10**30}": "offset",
     }.items():
         status, _, body = await get(house, path)
         assert (status, body["error"]["param"]) == (400, param), path
     for path in ("sequences/0.1/status", "tenants/nobody", "frames/x", "lunch"):
         assert (await get(house, path))[0] == 404, path
+    for path in (f"trace?after={2**62}", f"steps?after={2**62}", f"frames?offset={2**62}"):
+        assert (await get(house, path))[0] == 200, path
 
 
 async def test_a_profile_over_http(house: RealHouse) -> None:

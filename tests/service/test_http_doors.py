@@ -235,15 +235,26 @@ async def test_an_exception_of_ours_is_a_500_without_its_words(server: Server, m
         ("application/json", 200), ("application/json; charset=utf-8", 200), ("Application/JSON;charset=UTF-8", 200),
         (None, 200), ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("multipart/form-data", 415),
         ("application/json; charset=latin-1", 415), ("application/jsonx", 415), ("", 415), ("nonsense", 415),
+        ("\xff;=", 415),
     ],
 )  # fmt: skip
 async def test_content_types(server: Server, content_type: str | None, status: int) -> None:
     line = "" if content_type is None else f"Content-Type: {content_type}\r\n"
     body = b'{"prompt": "the"}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{line}\r\n"
-    got, headers, _ = await raw(server, head.encode() + body)
+    got, headers, _ = await raw(server, head.encode("latin-1") + body)
     assert got == status
     assert headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("header", ["Content-Encoding", "Expect", "X-Request-Id", "Authorization", "Host", "Origin"])
+async def test_bytes_in_headers_that_are_no_text(server: Server, header: str) -> None:
+    body = b'{"prompt": "the"}'
+    lines = f"{header}: \xff\xfe\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    if header == "Host":
+        lines = lines.replace("Host: x\r\n", "")
+    got, _, answer = await raw(server, b"POST /v1/completions HTTP/1.1\r\n" + lines.encode("latin-1") + body)
+    assert got == {"Content-Encoding": 415, "Expect": 417}.get(header, 200), answer
 
 
 async def test_a_body_that_says_it_is_too_long_is_refused_unread(start: Start) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,14 @@ def test_other_libraries_log_the_same_way() -> None:
     logging.getLogger("aiohttp.server").warning("hello %s", "you")
     (line,) = lines(stream)
     assert (line["event"], line["logger"], line["level"]) == ("hello you", "aiohttp.server", "warning")
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_bytes_that_are_no_text_are_logged_all_the_same(tmp_path: Path, format: logs.Format) -> None:
+    with (tmp_path / "log").open("w", encoding="utf-8", errors="backslashreplace") as stream:  # as stderr is
+        logs.configure("info", format, stream)
+        structlog.get_logger("pagewalk.access").info("request", error="not \udcff\udcfe")
+    assert "not \\udcff\\udcfe" in (tmp_path / "log").read_text()
 
 
 def test_an_exception_stays_on_its_line() -> None:

@@ -429,6 +429,32 @@ async def test_limits_that_would_strand_an_open_sequence_are_refused() -> None:
     assert ears.ended[late] == "error"
 
 
+@pytest.mark.parametrize("name", ["", "a\0", "\x1b[31m", "a\nb", "\u202e", "a" * 129])
+async def test_a_name_that_would_spoil_tables_is_no_tenant(name: str) -> None:
+    house, _ = house_with_ears()
+    with pytest.raises(BadRequest, match="1 to 128 printable characters"):
+        house.do("tenants/{of}", name, weight=3)
+    assert name not in house.memory.tenants.names
+
+
+async def test_a_tenant_is_known_by_what_was_done_not_by_what_was_refused_or_looked_up() -> None:
+    """There are places for some hundred tenants."""
+    house, ears = house_with_ears()
+    number, known = house.submit([1] * 10, 60), list(house.memory.tenants.names)
+    await steps(house, 3)
+    for refused in ({"min": 41, "low": 41}, {"min": 39, "low": 39}):
+        with pytest.raises(BadRequest):
+            house.do("tenants/{of}", "new", **refused)
+    house.look("page_cache", "", prefix_of="1,2,3", tenant="other")
+    with pytest.raises(BadRequest):
+        house.do("page_cache/pin", owner="o", tokens=[9, 9], tenant="third")
+    assert house.memory.tenants.names == known
+    assert house.do("tenants/{of}", "new", max=10)["after"]["max"] == 10
+    assert house.memory.tenants.names == [*known, "new"]
+    await until_ended(house, ears, 1)
+    assert ears.ended == {number: "length"}
+
+
 async def test_a_drain_admits_nothing_and_ends_the_rest_in_time() -> None:
     house, ears = house_with_ears()
     house.engine.open()

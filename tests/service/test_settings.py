@@ -230,7 +230,9 @@ def test_shown_tenants_can_be_read_again(tmp_path: Path) -> None:
         ("[tenants.a]\nmemory_min = '2GiB'\nmemory_max = '1GiB'", "memory_min (2GiB) is above memory_max (1GiB)"),
         ("[tenants.a]\nmemory_low = '60%'\nmemory_high = '50%'", "memory_low (60%) is above memory_high (50%)"),
         ("[tenants.a]\nmemory_min = '60%'\n[tenants.b]\nmemory_min = '50%'", "memory_min of all together is 110%"),
-        ("[tenants.'']\nweight = 3", "a name must be text and not empty"),
+        ("[tenants.'']\nweight = 3", "a name must be 1 to 128 printable characters, got ''"),
+        ('[tenants."a\\u0007"]\nweight = 3', "a name must be 1 to 128 printable characters, got 'a\\x07'"),
+        (f"[tenants.{'a' * 129}]\nweight = 3", "a name must be 1 to 128 printable characters"),
         ("tenant = 3", "tenant is no setting, did you mean tenants?"),
     ],
 )
