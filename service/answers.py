@@ -102,6 +102,13 @@ class Form(Protocol):
         """One event of a stream."""
         ...
 
+    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text, as a JSON string, in events of this choice with nothing but text.
+
+        Only of its further events, without usage. None where an event depends on more than its text.
+        """
+        ...
+
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         """What ends a stream. with_usage: the client asked for the usage."""
         ...
@@ -140,6 +147,7 @@ class _Envelope:
         self._fingerprint = fingerprint
         self._wishes = wishes
         self._is_plain = wishes.top_choices is None
+        self._has_only_text = self._is_plain and not wishes.token_ids
         # {"id":…,"object":…,"created":…,"model":…,"choices":[
         self._opening = DATA + _encode(self._envelope(self.event_object))[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}  # per choice
@@ -223,10 +231,16 @@ class CompletionForm(_Envelope):
         return self._event(choice, delta, token_ids + self._cache_info(choice, delta), usage_so_far)
 
     def _event(self, choice: Choice, delta: Delta, members: bytes, usage_so_far: bytes | None) -> bytes:
+        return self._head(choice) + _encode(delta.text) + self._rest(delta, members, usage_so_far)
+
+    def _head(self, choice: Choice) -> bytes:
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._opening + b'{"index":%d,"text":' % choice.index
-        return head + _encode(delta.text) + self._rest(delta, members, usage_so_far)
+        return head
+
+    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._head(choice), PLAIN_CLOSING) if self._has_only_text else None
 
     def _prompt_ids(self, choice: Choice) -> bytes:
         return b',"prompt_token_ids":' + _encode(choice.prompt.ids) if self._wishes.token_ids else b""
@@ -284,9 +298,7 @@ class ChatForm(_Envelope):
 
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         """One event; more where a call begins, since its arguments begin in the event after the one with its name."""
-        head = self._heads.get(choice.index)
-        if head is None:
-            head = self._heads[choice.index] = self._opening + b'{"index":%d,"delta":' % choice.index
+        head = self._head(choice)
         if len(delta.parts) == 1 and (one := one_part(delta.parts[0])):
             early, content = [], one
         elif delta.parts:
@@ -298,6 +310,15 @@ class ChatForm(_Envelope):
         token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._wishes.token_ids else b""
         before = b"".join(head + one + self._early(usage_so_far) for one in early)
         return before + head + content + self._rest(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
+
+    def _head(self, choice: Choice) -> bytes:
+        head = self._heads.get(choice.index)
+        if head is None:
+            head = self._heads[choice.index] = self._opening + b'{"index":%d,"delta":' % choice.index
+        return head
+
+    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._head(choice) + b'{"content":', b"}" + PLAIN_CLOSING) if self._has_only_text else None
 
     def _early(self, usage_so_far: bytes | None) -> bytes:
         """The rest of an event without tokens of its own."""

@@ -66,6 +66,9 @@ class MessagesForm:
         """Nothing for a token without text: an empty delta is no event of this API."""
         return b"".join(map(self._blocks.take, delta.all_parts))
 
+    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return None
+
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         return (
             self._blocks.end()

@@ -154,6 +154,21 @@ class Choice:
             self._held = last if self._reader is None else self._taken_apart(last)
             self._finish(0)
 
+    def read_text(self) -> str | None:
+        """The text of one token, where that is all that `read` would bring; else None, and nothing is read.
+
+        So it is with nearly all tokens of nearly all streams, and it takes a fraction of the time.
+        """
+        if not self._is_plain or (token := self.stream.take_one()) is None:
+            return None
+        return self._plain_text(token)
+
+    def _plain_text(self, token: int) -> str:
+        self.completion_tokens += 1
+        text = self._detokenizer.push(token)
+        self._text = self._sent = self._text + len(text)
+        return text
+
     def read(self) -> list[Delta]:
         """What arrived since the last read: one Delta a token, or one for all of them when many have waited.
 
@@ -194,18 +209,13 @@ class Choice:
 
     def _read_plain(self, tokens: list[int]) -> list[Delta]:
         """`read` where nothing but the text of tokens is to be found: the same, for a tenth of the time."""
-        self.completion_tokens += len(tokens)
-        push = self._detokenizer.push
         if len(tokens) == 1:
-            text = push(tokens[0])
-            self._text = self._sent = self._text + len(text)
-            return [Delta(text, tokens)]
-        texts = [push(token) for token in tokens]
+            return [Delta(self._plain_text(tokens[0]), tokens)]
+        texts = [self._plain_text(token) for token in tokens]
         if len(tokens) > self._rules.merge_above:
             texts, groups = ["".join(texts)], [tokens]
         else:
             groups = [[token] for token in tokens]
-        self._text = self._sent = self._text + sum(map(len, texts))
         return [Delta(text, group) for text, group in zip(texts, groups, strict=True)]
 
     def _release_held(self) -> list[Delta]:

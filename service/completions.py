@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -31,6 +32,8 @@ from service.sse import EventStream
 from service.token_stream import TokenStream
 
 log = structlog.get_logger("pagewalk.http")
+
+_encode = msgspec.json.Encoder().encode
 
 FormKind = Callable[..., Form]
 
@@ -205,6 +208,10 @@ async def _send_events(events: EventStream, body: GenerationBody, generation: Ge
     writer = _EventWriter(body, generation, form)
 
     def pass_on(ready: list[TokenStream]) -> bool:
+        data = writer.text_event()
+        if data:
+            events.write_now(data)
+            return events.is_flowing
         data = writer.events(generation.read(ready))
         if data:
             events.write_now(data)
@@ -227,10 +234,12 @@ class _EventWriter:
     """Turns what choices say into the events of one stream."""
 
     __slots__ = (
+        "_around_text",
         "_completion_tokens",
         "_form",
         "_generation",
         "_is_counting",
+        "_only_choice",
         "_opened",
         "_prompt_tokens",
         "_so_far",
@@ -246,12 +255,21 @@ class _EventWriter:
         self._prompt_tokens, self._completion_tokens = generation.prompt_tokens, 0
         self._opened = [False] * len(generation.choices)
         self._so_far = running_usage(self._prompt_tokens, 0) if self._is_counting else None
+        self._only_choice = generation.choices[0]
+        self._around_text: tuple[bytes, bytes] | None = None  # once the first event of an only choice is written
 
     @property
     def is_quick(self) -> bool:
         """Whether `events` belongs on the event loop: no scores of a long prompt are to be written."""
         choices = zip(self._generation.choices, self._opened, strict=True)
         return all(is_open or len(choice.prompt.scores) <= OFF_LOOP_SCORES for choice, is_open in choices)
+
+    def text_event(self) -> bytes:
+        """The event of one token, where its text is all that is new; else nothing, and nothing is read."""
+        if self._around_text is None or (text := self._only_choice.read_text()) is None:
+            return b""
+        before, behind = self._around_text
+        return before + _encode(text) + behind
 
     def events(self, news: list[tuple[Choice, list[Delta]]]) -> bytes:
         """The events of these deltas, perhaps none; with the last of the stream, its end."""
@@ -262,6 +280,8 @@ class _EventWriter:
                 if is_first:
                     self._opened[choice.index] = True
                     parts.append(self._form.opening(choice, self._so_far))
+                    if len(self._opened) == 1 and not self._is_counting:
+                        self._around_text = self._form.around_text(choice)
                 if self._is_counting:
                     self._completion_tokens += len(delta.token_ids)
                     self._so_far = running_usage(self._prompt_tokens, self._completion_tokens)

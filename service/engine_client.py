@@ -399,9 +399,9 @@ class EngineClient:
         for prompt in event.prompt_scores:
             if (sink := self._sinks.get(prompt.sequence_id)) is not None:
                 sink.put_prompt_scores(prompt.scores)
-        scores = event.scores
+        sinks, scores = self._sinks, event.scores
         for i, (sequence_id, token) in enumerate(zip(event.sequence_ids, event.tokens, strict=True)):
-            if (sink := self._sinks.get(sequence_id)) is not None:
+            if (sink := sinks.get(sequence_id)) is not None:
                 sink.put(token, scores.get(i) if scores else None)
         for ended in event.ended:
             if (sink := self._sinks.pop(ended.sequence_id, None)) is not None:

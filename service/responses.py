@@ -74,6 +74,9 @@ class ResponsesForm:
         """Nothing for a token without text: an empty delta is no event of this API."""
         return b"".join(map(self._items.take, delta.all_parts))
 
+    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return None
+
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         events = self._items.end(_status_of(generation))
         response = self._ended(generation)

@@ -28,6 +28,15 @@ HEADERS = {
 }
 
 
+_SIZES = tuple(b"%x\r\n" % size for size in range(1024))
+
+
+def chunk(data: bytes) -> bytes:
+    """A chunk of HTTP/1.1."""
+    size = len(data)
+    return b"".join((_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size, data, b"\r\n"))
+
+
 def error_event(error: PagewalkError) -> bytes:
     """An error after the status line."""
     return DATA + error.body() + END
@@ -99,7 +108,7 @@ class EventStream:
         Past aiohttp, whose writer takes longer for an event than all else together: its chunks are made here.
         """
         assert self._transport is not None
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self._transport.write(chunk(data) if self._is_chunked else data)
         self._written_s = self._loop.time()
 
     async def keep_alive(self) -> None:

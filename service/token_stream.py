@@ -157,8 +157,9 @@ class TokenStream:
             self._tokens.append(tokens)
         else:
             self._tokens.extend(tokens)
-        if len(self._tokens) >= self._due:
-            self._report()
+        if not self._is_listed and len(self._tokens) >= self._due:
+            self._is_listed = True  # _report, without the call: this is done for every token
+            self._inbox.add(self)
 
     def put_prompt_scores(self, scores: list[Scores]) -> None:
         """Scores of the prompt's next tokens: no news by themselves, since they come before the first token."""
@@ -187,6 +188,14 @@ class TokenStream:
             self._inbox.add(self)
 
     # -- the handler
+
+    def take_one(self) -> int | None:
+        """The one token that waits, if it has no scores and nothing else waits; else None, and nothing is taken."""
+        if self._is_over or self._scores or len(self._tokens) != 1:
+            return None
+        self._is_listed = False
+        self._due = self._interval
+        return self._tokens.pop()
 
     def take(self) -> TokenChunk:
         """Everything that waits. Raises EngineDead once the tokens before a failure have been taken."""

@@ -48,6 +48,34 @@ def test_tokens_after_a_stop_string_were_never_made() -> None:
     assert choice.ended == Ended(1, "abort")
 
 
+def test_text_that_is_read_alone_is_the_same_as_that_of_deltas() -> None:
+    """Also of tokens that are part of a character, and counted alike."""
+    tokens = ids(" a \U0001fae0 b")
+    choice, stream = make_choice([], [])
+    other, others = make_choice([], [])
+    texts = []
+    for token in tokens:
+        stream.put(token)
+        others.put(token)
+        text = choice.read_text()
+        assert text is not None
+        assert other.read() == [Delta(text, [token])]
+        texts.append(text)
+    assert "".join(texts) == " a \U0001fae0 b"
+    assert choice.completion_tokens == other.completion_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("kind", ["stop string", "reasoning", "scores", "end"])
+def test_text_is_read_alone_only_where_nothing_else_is_to_be_said(kind: str) -> None:
+    reading = Reading(thinking=THINKING_MARKS[0]) if kind == "reasoning" else None
+    choice, stream = make_choice(["x"] if kind == "stop string" else [], [], reading)
+    stream.put(ids(" a")[0], Scores(-1.0, 1, [], []) if kind == "scores" else None)
+    if kind == "end":
+        stream.end(Ended(1, "length"))
+    assert choice.read_text() is None
+    assert [delta.token_ids for delta in choice.read()] == [ids(" a")[:1]]
+
+
 def test_an_end_token_in_the_middle_is_no_end() -> None:
     """Only the last token of an ended Sequence is its end token: with ignore_eos it may occur before."""
     choice, stream = make_choice([], [])

@@ -243,6 +243,24 @@ async def test_c04_usage_and_reasons(server: Server, path: str, options: Any) ->
             assert with_usage == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events_are_the_same_whatever_else_is_asked_for(server: Server, path: str) -> None:
+    """Those with nothing but text are written in a shorter way than those with ids."""
+    asked = {"prompt": "count"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "count"}]}
+    body = {**asked, "max_tokens": 12, "ignore_eos": True, "stream": True, "seed": 1}
+    plain = (await server.post(path, body)).events
+    with_ids = (await server.post(path, body | {"return_token_ids": True})).events
+    for event in with_ids:
+        event.pop("prompt_token_ids", None)
+        for choice in event["choices"]:
+            del choice["token_ids"]
+            choice.pop("prompt_token_ids", None)
+    for event in (*plain, *with_ids):
+        del event["id"], event["created"]
+    assert len(plain) > 10
+    assert plain == with_ids
+
+
 async def test_continuous_usage_grows_to_the_final_numbers(server: Server) -> None:
     server.engine.script = says(" a b c")
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -160,6 +160,12 @@ def test_what_is_written_at_once_is_a_chunk_where_there_are_chunks(
     assert response.written == [b"status line", b"first"]
 
 
+@pytest.mark.parametrize("size", [1, 1023, 1024, 70_000])
+def test_a_chunk_says_how_long_it_is(size: int) -> None:
+    first, _, rest = sse.chunk(b"x" * size).partition(b"\r\n")
+    assert (int(first, 16), rest) == (size, b"x" * size + b"\r\n")
+
+
 def test_a_client_that_lags_or_has_left_is_waited_for(loop: FakeLoop) -> None:
     events, _, _ = make(loop)
     run(events.write(b"first"))

@@ -227,3 +227,33 @@ async def test_a_cancelled_handler_is_not_called_any_more() -> None:
         await reading
     await turns()
     assert await inbox.next_ready() == [stream]
+
+
+def test_one_token_is_taken_only_where_nothing_else_waits() -> None:
+    """Then `take` brings what waits, as if nobody had asked."""
+    stream = TokenStream()
+    assert stream.take_one() is None
+    stream.put(1)
+    assert (stream.take_one(), stream.take_one()) == (1, None)
+    stream.put([2, 3])
+    assert (stream.take_one(), stream.take()) == (None, ([2, 3], None, []))
+    stream.put(4, Scores(-1.0, 1, [], []))
+    assert (stream.take_one(), stream.take().tokens) == (None, [4])
+    stream.put(5)
+    ended = Ended(1, "length")
+    stream.end(ended)
+    assert (stream.take_one(), stream.take()) == (None, ([5], ended, []))
+
+
+async def test_one_token_that_was_taken_makes_the_next_one_news() -> None:
+    inbox = Inbox()
+    stream = TokenStream(inbox=inbox, interval=2)
+    stream.put(1)
+    assert await inbox.next_ready() == [stream]
+    assert stream.take_one() == 1
+    for token in (2, 3):  # from the second on, two at a time
+        waiting = asyncio.ensure_future(inbox.next_ready())
+        await turns()
+        assert not waiting.done()
+        stream.put(token)
+    assert await waiting == [stream]
