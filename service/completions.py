@@ -43,7 +43,7 @@ OFF_LOOP_SCORES = 512
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    model = request.app[FRONT_END].ready()
+    model = request.app[FRONT_END].ready_for_more()
     body = await read_body(request, CompletionBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
@@ -53,7 +53,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    model = request.app[FRONT_END].ready()
+    model = request.app[FRONT_END].ready_for_more()
     body = await read_body(request, ChatBody)
     name = model.check_name(body.model)
     body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
@@ -72,7 +72,7 @@ async def answer_as_chat(
     form_kind: Callable[[B], FormKind],
 ) -> web.StreamResponse:
     """Answer a body of another API as the chat that it stands for. names: of our fields, as that API calls them."""
-    model = request.app[FRONT_END].ready()
+    model = request.app[FRONT_END].ready_for_more()
     body = await read_body(request, kind)
     name = model.check_name(body.model)
     with told_as(names):

@@ -142,5 +142,15 @@ class FrontEnd:
                 raise EngineDead
         return model
 
+    def ready_for_more(self) -> ServedModel:
+        """`ready`, of an engine that would take one more request. Raises QueueFull, too.
+
+        Asked before a request is read: in a flood most of them are refused, and cost little then.
+        """
+        model = self.ready()
+        self.check_room()
+        model.client.check_admission(1)
+        return model
+
 
 FRONT_END = web.AppKey("front_end", FrontEnd)

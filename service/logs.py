@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import msgspec
@@ -68,12 +69,20 @@ def configure(
 
 
 def log_request(**numbers: Any) -> None:
-    """The access line: one for each request, with its numbers. Our own failures are errors, everything else is not."""
-    log = structlog.get_logger(ACCESS)
-    if numbers.get("status", 0) in (500, 501):
-        log.error("request", **numbers)
-    else:
-        log.info("request", **numbers)
+    """The access line: one for each request, with its numbers. Our own failures are errors, everything else is not.
+
+    What structlog's processors and Python's logger would make of it is made here: they take as long as a fifth of all
+    that a refused request costs, most of it for the caller's name and place, which no line has.
+    """
+    name, level = ("error", logging.ERROR) if numbers.get("status", 0) in (500, 501) else ("info", logging.INFO)
+    log = logging.getLogger(ACCESS)
+    if not log.isEnabledFor(level):
+        return
+    timestamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    event = {"timestamp": timestamp, "level": name, "event": "request", "logger": ACCESS, **numbers}
+    record = logging.LogRecord(ACCESS, level, "", 0, event, None, None)
+    record._logger, record._name = None, name  # as structlog marks what is its own
+    log.handle(record)
 
 
 class _Repeats(logging.Filter):

@@ -448,6 +448,18 @@ async def test_when_the_queue_is_full(start: Start) -> None:
     assert await statuses(server) == {"/live": 200, "/health": 200, "/ping": 200, "/ready": 503}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_full_queue_refuses_before_anything_is_read(start: Start, path: str) -> None:
+    """What a flood of such requests costs must be little: their bodies are not looked at."""
+    server = await start(limits={"max_queue_requests": 3}, engine={"is_manual": True})
+    server.engine.queue = QueueState(3, 10, 7)
+    answer = await server.post(path, b"not even read")
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+    assert server.metrics.refusals == {"queue_requests": 1}
+    server.engine.queue = QueueState(2)
+    assert (await server.post(path, b"not JSON")).status == 400
+
+
 async def test_when_too_many_prompt_tokens_wait(start: Start) -> None:
     """The bound is on what waits together: a long prompt that would wait alone is let in."""
     server = await start(limits={"max_queue_tokens": 10})

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,29 @@ def test_information_and_requests_are_never_left_out() -> None:
         logs.log_request(request_id="a", status=500, ttft_ms=1.5)
     assert len(lines(stream)) == 40
     assert lines(stream)[-1]["level"] == "error"
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("status", [200, 500])
+def test_the_line_of_a_request_is_as_any_other(form: logs.Format, status: int) -> None:
+    """It is made in a shorter way."""
+    stream = io.StringIO()
+    logs.configure("info", form, stream)
+    numbers = {"request_id": "a", "status": status, "finish_reasons": ["stop"], "ttft_ms": None, "kind": object}
+    logs.log_request(**numbers)
+    write = structlog.get_logger(logs.ACCESS)
+    (write.error if status == 500 else write.info)("request", **numbers)
+    one, other = (re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", "TIME", line) for line in stream.getvalue().splitlines())
+    assert one == other
+    assert one.count("TIME") == 1
+
+
+def test_the_line_of_a_request_is_not_written_below_the_level() -> None:
+    stream = io.StringIO()
+    logs.configure("warning", "json", stream)
+    logs.log_request(request_id="a", status=200)
+    logs.log_request(request_id="b", status=500)
+    assert [line["request_id"] for line in lines(stream)] == ["b"]
 
 
 def test_the_table_of_repeated_errors_is_bounded() -> None:
