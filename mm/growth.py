@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mm.addresses import IndexArray, Int32Array, empty_int32
+from mm.addresses import IndexArray, Int32Array, empty_int32, pages_for
 from mm.errors import OutOfFrames, PageNotResident
 from mm.flight_recorder import EventKind
 from mm.frame_allocator import FrameAllocator
@@ -126,6 +126,8 @@ class Growth:
 
 def find_faults(tables: PageTables, frames: FrameAllocator, rows: IndexArray, counts: Int32Array) -> Faults:
     """The faults of growing each of the distinct `rows` (S,) by `counts` (S,) >= 1 tokens. Changes nothing."""
+    if len(rows) == 1 and not tables.exposed[rows[0]]:
+        return _faults_of_one(tables, rows, int(counts[0]))
     page_size = tables.page_size
     starts = tables.lengths[rows]
     ends = starts + counts
@@ -133,16 +135,24 @@ def find_faults(tables: PageTables, frames: FrameAllocator, rows: IndexArray, co
     new_pages = (ends + (page_size - 1)) // page_size - first_new
     growing = new_pages.nonzero()[0]
     fault_rows, fault_pages, counts = rows[growing], first_new[growing], new_pages[growing]
-    if counts.sum() > len(growing):  # some by several pages
-        offsets = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-        fault_rows = np.repeat(fault_rows, counts)
-        fault_pages = (np.repeat(fault_pages, counts) + offsets).astype(np.int32)
+    if (total := counts.sum()) > len(growing):  # some by several pages
+        offsets = np.arange(total, dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)
+        fault_rows = fault_rows.repeat(counts)
+        fault_pages = (fault_pages.repeat(counts) + offsets).astype(np.int32)
     exposed = tables.exposed[rows].nonzero()[0]
     if not len(exposed):
         return Faults(ends, fault_rows, fault_pages, empty_int32(), rows[:0])
     copy_rows, copy_pages, sources = _copies(tables, frames, rows[exposed], starts[exposed])
     fault_rows, fault_pages = np.concatenate((copy_rows, fault_rows)), np.concatenate((copy_pages, fault_pages))
     return Faults(ends, fault_rows, fault_pages, sources, rows[exposed])
+
+
+def _faults_of_one(tables: PageTables, row: IndexArray, count: int) -> Faults:
+    """`find_faults` for a row (1,) that is not exposed: a request that comes alone waits for this."""
+    start = int(tables.lengths[row[0]])
+    end, page_size = start + count, tables.page_size
+    pages = np.arange(pages_for(start, page_size), pages_for(end, page_size), dtype=np.int32)
+    return Faults(np.array([end], np.int32), row.repeat(len(pages)), pages, empty_int32(), row[:0])
 
 
 def _copies(

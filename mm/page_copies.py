@@ -17,9 +17,11 @@ import numpy as np
 
 from mm.addresses import Int32Array
 
+_NONE = np.empty(0, np.int32)
+
 
 def _empty() -> Int32Array:
-    return np.empty(0, np.int32)
+    return _NONE
 
 
 @dataclass(frozen=True, slots=True)

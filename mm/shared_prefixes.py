@@ -66,7 +66,9 @@ def find_shared_prefixes(
 
     references: of each frame; full_pages (S,): leading pages of each row that are full, all of them in frames.
     """
-    places = np.flatnonzero(full_pages > 0).astype(np.int32)
+    if len(rows) < 2:
+        return None
+    places = (full_pages > 0).nonzero()[0].astype(np.int32)
     places = places[references[entries[rows[places], 0]] > 1]
     levels: list[_Level] = []
     keys = entries[rows[places], 0].astype(np.int64)

@@ -331,7 +331,9 @@ class Admission:
     def _room_beside_prompts(self, decodes: Int32Array) -> Room:
         """What is left when `decodes` have their frames, and the running prefills all that they still need (rule 4)."""
         room, tables = room_beside(self._memory, decodes, []), self._memory.tables
-        prefilling = np.flatnonzero(self._rows.remaining > 1).astype(np.int32)
+        if not self._sequences.running:
+            return room
+        prefilling = (self._rows.remaining > 1).nonzero()[0].astype(np.int32)
         if len(prefilling):
             totals = tables.lengths[prefilling] + self._rows.remaining[prefilling]
             promised = -(-totals // tables.page_size) - tables.pages(prefilling)

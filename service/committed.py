@@ -20,7 +20,7 @@ class Recipients:
     def of(self, front_end: int) -> tuple[IndexArray, list[int]]:
         """The places of one front end's tokens, and their Sequences. Not to be changed."""
         if front_end not in self._of:
-            places = np.flatnonzero(self.front_ends == front_end)
+            places = (self.front_ends == front_end).nonzero()[0]
             self._of[front_end] = places, self.sequence_ids[places].tolist()
         return self._of[front_end]
 

@@ -213,16 +213,16 @@ class Engine:
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
+        submitted = None
+        if plan is not None:  # before anything else is done: a first token may wait for it
+            ticket = self.executor.submit(plan)
+            matchers = self.scheduler.latest_matchers()
+            submitted = _InFlight(plan, ticket, scheduled, scheduled - started, self._clock() - scheduled, matchers)
         self._queue_wait.observe(
             self.scheduler.sequences.admissions, scheduled, waits=bool(self.scheduler.sequences.waiting)
         )
         ended = self.scheduler.take_ended()
         self._publish(self._step, ended, scheduled)
-        submitted = None
-        if plan is not None:
-            ticket = self.executor.submit(plan)
-            matchers = self.scheduler.latest_matchers()
-            submitted = _InFlight(plan, ticket, scheduled, scheduled - started, self._clock() - scheduled, matchers)
         for orders in self.scheduler.take_swap_orders():
             self._moving[orders.ticket] = len(orders), self._clock()
             self.executor.start(orders)
@@ -285,6 +285,8 @@ class Engine:
                 commit_s=self._clock() - now,
             )
         )
+        if prefilled:
+            await asyncio.sleep(0)  # handlers of this process write first tokens before the next step is planned
 
     def _log_step(self, step: _InFlight, sampled: int, seconds: float, now: float) -> None:
         plan, scheduler, memory = step.plan, self.scheduler, self.scheduler.memory
@@ -331,18 +333,19 @@ class Engine:
         """Sleep until a message comes; meanwhile, once, check that the books balance."""
         if not self.held:
             self._is_idle.set()
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), QUIET_S)
+        if not await self._woken_within(QUIET_S):
             while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
                 await asyncio.sleep(0)
-            await asyncio.wait_for(self._wake.wait(), IDLE_AUDIT_S)
-        except TimeoutError:
-            self.scheduler.memory.check_invariants()
-            due_s = self.scheduler.next_deadline_s
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), None if due_s is None else max(0.0, due_s - self._clock()))
+            if not await self._woken_within(IDLE_AUDIT_S):
+                self.scheduler.memory.check_invariants()
+                due_s = self.scheduler.next_deadline_s
+                await self._woken_within(None if due_s is None else max(0.0, due_s - self._clock()))
         self._wake.clear()
+
+    async def _woken_within(self, seconds: float | None) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        return self._wake.is_set()
 
     # --- messages in, events out
 

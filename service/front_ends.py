@@ -113,17 +113,15 @@ class Desk:
     # --- to the front end
 
     def deliver(self, event: Event) -> None:
-        """One write, whatever a step brings."""
+        """One write, whatever a step brings; and the status, if it has changed."""
+        self.link.send(event)
         if isinstance(event, TokenBatch):
             self._open.difference_update([ended.sequence_id for ended in event.ended])
         else:
             self._open.clear()
-        status = self.status()
-        if status == self._last_status:
-            self.link.send(event)
-        else:
+        if (status := self.status()) != self._last_status:
             self._last_status = status
-            self.link.send(event, status)
+            self.link.send(status)
         if self.link.unsent_bytes > MOST_UNSENT_BYTES:
             self.link.abort(f"it has not read {self.link.unsent_bytes} bytes")
 

@@ -358,7 +358,7 @@ class Scheduler:
         is_same = steady is not None and submitted.steady is steady and steady.changes == self.sequences.changes
         if steady is not None and is_same and not result.failed.any():
             return self._commit_steady(submitted, steady, result, now)
-        sampled = np.flatnonzero(submitted.plan.samples)
+        sampled = submitted.plan.samples.nonzero()[0]
         all_rows = submitted.plan.rows[sampled]
         mine = submitted.epochs[sampled] == state.epoch[all_rows]
         good = mine & ~result.failed[sampled]
@@ -591,9 +591,11 @@ class Scheduler:
         chunk_rows = rows[len(decodes) :]
         starts = self.memory.tables.lengths[rows]
         orders = self.memory.grow(rows, counts)
-        fed_back = state.known[decodes] == starts[: len(decodes)]  # the token to compute is the device's alone
-        newest = state.tokens[decodes, starts[: len(decodes)]]
-        token_ids = [np.where(fed_back, FED_BACK, newest).astype(np.int32)]
+        token_ids: list[Int32Array] = []
+        if len(decodes):
+            fed_back = state.known[decodes] == starts[: len(decodes)]  # the token to compute is the device's alone
+            newest = state.tokens[decodes, starts[: len(decodes)]]
+            token_ids.append(np.where(fed_back, FED_BACK, newest).astype(np.int32))
         for row, start, count in zip(chunk_rows, starts[len(decodes) :], counts[len(decodes) :], strict=True):
             token_ids.append(state.tokens[row, start : start + count])
         remaining = state.remaining[rows]
@@ -610,10 +612,10 @@ class Scheduler:
                 prompts=np.array([sequence.answer_begin for sequence in entered], np.int32),
                 histories=[self._history(sequence) for sequence in entered],
             )
-        masked = np.flatnonzero(samples & state.is_constrained[rows]).astype(np.int32)
+        masked = (samples & state.is_constrained[rows]).nonzero()[0].astype(np.int32)
         self.sequences.shares.decode(decodes)
         query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
+        counts.cumsum(out=query_starts[1:])
         scored, scored_chunks = scored_tokens(chunks, len(decodes), starts, query_starts)
         self._step += 1
         plan = StepPlan(
@@ -637,7 +639,7 @@ class Scheduler:
         epochs = state.epoch[rows]
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
-        asking = np.flatnonzero(samples & (state.logprobs[rows] >= 0))
+        asking = (samples & (state.logprobs[rows] >= 0)).nonzero()[0]
         self._submitted.append(_Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
         return plan
 

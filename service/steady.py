@@ -45,7 +45,7 @@ class Steady:
         rows, starts = plan.rows, plan.starts + 1
         width = int(state.end_id_counts[rows].max())
         logprobs = state.logprobs[rows]
-        asking = np.flatnonzero(logprobs >= 0)
+        asking = (logprobs >= 0).nonzero()[0]
         return cls(
             changes=changes,
             rows=rows,

@@ -6,7 +6,7 @@ Where frames are short it preempts (victims.py), lets the youngest wait, or ends
 import numpy as np
 
 from mm import Lack, MemoryManager, OverTenantLimit, pages_for
-from mm.addresses import Int32Array, Int64Array
+from mm.addresses import Int32Array, Int64Array, empty_int32
 from service.admission import Admission, Chunks, room_beside, rows_and_counts
 from service.beams import Beams
 from service.committed import Committed
@@ -46,9 +46,12 @@ class StepChooser:
         self._admission.return_from_swap()
         if self._beams.groups:
             ended.extend(self._beams.go_on(now))  # who was not resident when its candidates came
-        decodes = self._choose_decodes(ended, now)
+        decodes, chunks = empty_int32(), Chunks()
+        if self._sequences.running:
+            decodes = self._choose_decodes(ended, now)
         budget = self._budget_beside(decodes)
-        decodes, chunks = self._choose_prefills(decodes, budget)
+        if self._sequences.running:
+            decodes, chunks = self._choose_prefills(decodes, budget)
         return decodes, self._that_fit(decodes, chunks + self._admission.admit(decodes, budget, now))
 
     def _budget_beside(self, decodes: Int32Array) -> StepBudget:
@@ -62,7 +65,7 @@ class StepChooser:
     def _choose_decodes(self, ended: Committed, now: float) -> Int32Array:
         """(N,) rows with one token to compute, and a frame for each: others are preempted, or wait a step (rule 2)."""
         state, lengths = self._rows, self._memory.tables.lengths
-        rows = np.flatnonzero((state.remaining == 1) & (lengths + 1 < state.limit)).astype(np.int32)
+        rows: Int32Array = ((state.remaining == 1) & (lengths + 1 < state.limit)).nonzero()[0].astype(np.int32)
         if len(rows) <= self._memory.available_frames and not self._memory.tenants.is_limited:
             return rows
         while len(rows) and (lack := self._memory.room().lack_of_all(self._needs(rows))) is not None:
@@ -103,7 +106,7 @@ class StepChooser:
     def _choose_prefills(self, decodes: Int32Array, budget: StepBudget) -> tuple[Int32Array, Chunks]:
         """Chunks (Sequence, tokens) of running prefills, oldest first, and the decodes that are left beside them."""
         state = self._rows
-        prefilling = np.flatnonzero(state.remaining > 1)
+        prefilling = (state.remaining > 1).nonzero()[0]
         chunks: Chunks = []
         if not len(prefilling):
             return decodes, chunks

@@ -123,6 +123,14 @@ async def until(condition) -> None:  # type: ignore[no-untyped-def]
             await asyncio.sleep(0.001)
 
 
+async def test_a_first_token_reaches_its_handler_before_a_further_step_is_planned() -> None:
+    """The step after it was planned while it was computed; a third would keep it waiting."""
+    async with running() as house:
+        async for _ in house.start([1, 2, 3], 8):
+            assert len(house.executor.plans) == 2
+            break
+
+
 async def test_streams_get_their_own_tokens() -> None:
     async with running() as house:
         prompts = [[i, i + 1, i + 2] for i in range(10)]
