@@ -11,6 +11,8 @@ ARGS ?=
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+# pip, or uv: quicker, but it reads none of pip's configuration.
+INSTALLER ?= pip
 # Processes that share the tests: each loads torch, so more than there are cores only costs memory.
 WORKERS ?= 2
 
@@ -21,7 +23,8 @@ HUGE_PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
-export VENV PYTHON TORCH_INDEX
+UV_PIN := uv==0.13.9
+export VENV PYTHON TORCH_INDEX INSTALLER UV_PIN
 
 COMPAT := .venv-compat
 COMPAT_INSTALLED := $(COMPAT)/.installed$(if $(LOAD),-load)
@@ -31,11 +34,13 @@ MINUTES ?= 1.5
 SEED ?=
 RECORD ?=
 
-.PHONY: help serve test test-compat check format soak soak-mix bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
+.PHONY: help install serve test test-compat check format soak soak-mix bench-cpu bench-mm test-gpu sanitize-gpu pins locks release clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+install: $(DEV)  ## Set .venv up with what tests and checks need: INSTALLER=uv is quicker
 
 serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
 	@exec env $(HUGE_PAGES) $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -95,7 +100,7 @@ $(RUNTIME): pyproject.toml constraints.txt constraints-cpu.txt scripts/install.s
 
 $(COMPAT_INSTALLED): $(wildcard tests/compat/requirements*.txt)
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -q uv==0.13.9  # pip needs ten minutes to choose the versions
+	$(COMPAT)/bin/pip install -q $(UV_PIN)  # pip needs ten minutes to choose the versions
 	$(COMPAT)/bin/uv pip install -q --python $(COMPAT) -r tests/compat/requirements.txt $(if $(LOAD),-r tests/compat/requirements-load.txt)
 ifdef LOAD
 	$(COMPAT)/bin/uv pip install -q --python $(COMPAT) --no-deps -r tests/compat/requirements-alone.txt

@@ -3,6 +3,8 @@
 #
 #   VENV=.venv PYTHON=python3 TORCH_INDEX= sh scripts/install.sh '.[dev]'         or a wheel, with or without [extras]
 #
+# INSTALLER=uv: all but torch is installed by uv, in a quarter of the time; it reads none of pip's configuration.
+#
 # torch comes in builds of very different size. On a machine without an NVIDIA GPU the CPU build is wanted: from wherever
 # pip is configured to find one, else from PyTorch's own CPU index, else what PyPI has (with CUDA, some gigabytes).
 set -eu
@@ -10,6 +12,8 @@ set -eu
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 TORCH_INDEX=${TORCH_INDEX:-}
+INSTALLER=${INSTALLER:-pip}
+UV_PIN=${UV_PIN:-uv}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 project=${1:-.}
 torch=$(grep '^torch==' constraints.txt)
@@ -37,6 +41,16 @@ fi
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
+# A module is compiled when it is first imported: most of what is installed here never is, and all of it takes half a minute.
+pip_install() { pip install -q --no-compile "$@"; }
+
+install() {
+    case $INSTALLER in
+        uv) "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" ;;
+        *) pip_install "$@" ;;
+    esac
+}
+
 has_torch() { "$VENV/bin/python" - "$torch" 2>/dev/null <<'PY'
 import sys
 from importlib.metadata import version
@@ -52,12 +66,12 @@ finds_cpu_build() {
 if ! has_torch; then
     say "Installing $torch (once; a few hundred megabytes) ..."
     if [ -n "$TORCH_INDEX" ]; then
-        pip install -q --no-deps --index-url "$TORCH_INDEX" "$torch"
+        pip_install --no-deps --index-url "$TORCH_INDEX" "$torch"
     elif nvidia-smi -L >/dev/null 2>&1 || [ "$(uname -sm)" != "Linux x86_64" ] || finds_cpu_build; then
-        pip install -q -c constraints.txt "$torch"
-    elif ! pip install -q --no-deps --retries 1 --timeout 20 --index-url "$CPU_INDEX" "$torch" 2>/dev/null; then
+        pip_install -c constraints.txt "$torch"
+    elif ! pip_install --no-deps --retries 1 --timeout 20 --index-url "$CPU_INDEX" "$torch" 2>/dev/null; then
         say "No CPU build of torch is to be had: installing the one with CUDA, which is much larger."
-        pip install -q -c constraints.txt "$torch"
+        pip_install -c constraints.txt "$torch"
     fi
 fi
 
@@ -67,9 +81,10 @@ if "$VENV/bin/python" -c 'import sys; from importlib.metadata import version; sy
 fi
 
 say "Installing what $project needs ..."
+[ "$INSTALLER" != uv ] || pip_install "$UV_PIN"
 case $project in
     .*) set -- -e "$project" ;; # this folder stays where the code is
     *) set -- "$project" ;;     # a wheel
 esac
 # shellcheck disable=SC2086 # several words are meant
-pip install -q $pins "$@"
+install $pins "$@"

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from faulty_server import Faults
-from server_process import Process, free_port
+from server_process import PATIENCE_S, Process, free_port
 from soak_requests import LONGEST
 from tool_chats import HEAD, MARKS, TURNS
 
@@ -31,7 +31,6 @@ memory_high = "50%"
 memory_max = "90%"
 weight = 50
 """
-PATIENCE_S = 180.0  # only a hang takes as long
 
 
 class FrontEndDied(Exception):
