@@ -31,9 +31,9 @@ from typing import Any
 from cuda.bindings import nvrtc
 from cuda.errors import CompileError
 
-KERNELS = (
-    Path(__file__).parent / "kernels"
-)  # never importlib.resources.files("cuda"): that finds NVIDIA's part of the name
+KERNELS = Path(__file__).parent / "kernels"
+"""Never importlib.resources.files("cuda"): that finds NVIDIA's part of the name."""
+
 CUBIN, ABOUT = "kernels.cubin", "build.json"
 FORMAT = 2  # of an entry
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")  # what the tests compile for: Ampere, Ada, Hopper

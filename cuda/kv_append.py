@@ -24,9 +24,8 @@ class KvAppend:
         for name, table in (("cosines", cosines), ("sines", sines)):
             check_tensor(name, table, (None, layout.head_dim // 2), torch.float32)
         self._cosines, self._sines = cosines, sines
-        self._heads_per_block = (
-            THREADS * 2 * 16 // layout.dtype.itemsize // layout.head_dim
-        )  # a lane has 16 bytes twice
+        # a lane has 16 bytes twice
+        self._heads_per_block = THREADS * 2 * 16 // layout.dtype.itemsize // layout.head_dim
         instance = f"kv_append<{element_of(layout.dtype)}, {layout.head_dim}>"
         (self._kernel,) = loader.load(
             "kv_append.cu", [KernelSpec(instance, "PPPPPPPPPPPiiiiqqqf", THREADS, overlap=True)]

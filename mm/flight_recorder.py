@@ -42,9 +42,8 @@ class FlightRecorder:
         self.now = 0.0
         self.step = 0
         self._times: FloatArray = np.zeros(capacity, np.float64)
-        self._fields: Int64Array = np.zeros(
-            (6, capacity), np.int64
-        )  # step, kind, serial of owner, tenant, place, count
+        # step, kind, serial of owner, tenant, place, count
+        self._fields: Int64Array = np.zeros((6, capacity), np.int64)
         self._views = [field.data for field in self._fields]
 
     def record(self, kind: EventKind, serial: int, tenant: int, place: int, count: int) -> None:

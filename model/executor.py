@@ -36,9 +36,8 @@ class Executor(Protocol):
     masks: Int32Array
     """(most rows of a step, mask_words(vocabulary)): for `sample`. Free to be written while no step waits for it."""
 
-    step_sizes: tuple[
-        int, ...
-    ]  # tokens of a step with prefill: counts above the first that it is best cut to; ascending
+    step_sizes: tuple[int, ...]
+    """Tokens of a step with prefill: counts above the first that it is best cut to; ascending."""
 
     polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
 

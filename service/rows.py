@@ -1,7 +1,7 @@
 """The running Sequences as a struct of arrays, so that a step is a few numpy operations over all of them.
 
 A row is a Sequence's place in the page tables, in the executor's persistent batch, and here. What the counts mean is
-written at the top of scheduler.py, their only reader and writer.
+written at the top of scheduler.py, whose parts alone read and write them.
 """
 
 import numpy as np

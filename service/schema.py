@@ -200,9 +200,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
     """POST /v1/completions."""
 
     # in use
-    prompt: str | list[str | int | list[int]] | None = (
-        None  # a union may hold one array type: `prompts` checks the rest
-    )
+    prompt: str | list[str | int | list[int]] | None = None  # a union may hold one array: `prompts` checks the rest
     add_special_tokens: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
