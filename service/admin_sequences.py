@@ -231,23 +231,26 @@ def maps(inside: Inside, asked: Look) -> Facts:
     if sequence.space is None:
         return {"id": name_of(sequence), "runs": []}
     row, length = row_of(sequence), sequence.space.length
-    prompt_pages = sequence.cached_of_row // memory.page_size
+    pages_there = sequence.cached_of_row // memory.page_size  # when it entered its row
     runs = []
     for run in memory.maps(sequence.space):
-        first = run.first_page
-        origin = "prefix" if run.is_cached and first < prompt_pages else "parent" if run.is_shared else "own"
-        entry = memory.tables.entries[row, first]
-        cached = memory.cache.entries_of_frames[entry] if entry >= 0 else ABSENT
-        runs.append(
-            {
-                "start": first * memory.page_size,
-                "end": min(length, (first + run.pages) * memory.page_size),
-                "flags": f"r{'w' if run.is_writable else '-'}-{'s' if run.is_shared else 'p'}",
-                "place": run.place,
-                "origin": origin,
-                "hash": page_hash(memory, int(cached)) if cached != ABSENT else None,
-            }
-        )
+        begin, end = run.first_page, run.first_page + run.pages
+        cut = min(max(begin, pages_there), end)
+        for first, last, origin in ((begin, cut, sequence.origin_of_row), (cut, end, "own")):
+            if first == last:
+                continue
+            entry = memory.tables.entries[row, first]
+            cached = memory.cache.entries_of_frames[entry] if entry >= 0 else ABSENT
+            runs.append(
+                {
+                    "start": first * memory.page_size,
+                    "end": min(length, last * memory.page_size),
+                    "flags": f"r{'w' if run.is_writable else '-'}-{'s' if run.is_shared else 'p'}",
+                    "place": run.place,
+                    "origin": origin,
+                    "hash": page_hash(memory, int(cached)) if cached != ABSENT else None,
+                }
+            )
     return {"id": name_of(sequence), "page_tokens": memory.page_size, "runs": runs}
 
 

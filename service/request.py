@@ -5,7 +5,7 @@ while it waits, in `tokens`.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ __all__ = ["Key", "Sequence", "State", "choices_of"]
 
 Key = tuple[int, int]
 """(front end, sequence id): what tells a Sequence from all others."""
+
+PageOrigin = Literal["own", "prefix", "parent"]
+"""Computed by the Sequence itself (or saved in its checkpoint), found in the page cache, or a relative's by a fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ class Sequence:
     needed_frames: int = 0  # to admit it, likewise
     share_known: int = -(1 << 30)  # ... which was this look at the queue (cache_order.py)
     missing_frames: int = 0  # how many more it needed in either case
-    cached_of_row: int = 0  # tokens that were cached when it last entered a row
+    cached_of_row: int = 0  # tokens whose pages were there when it last entered a row, ...
+    origin_of_row: PageOrigin = "own"  # ... and where those came from
     cached_tokens: int = 0  # the same, the first time: what the client is told
     miss: MissInfo | None = None  # why no more was cached, the first time
     remaining: int = 0  # tokens to compute when it returns from swap, or from a pause

@@ -161,7 +161,9 @@ class Sequences:
             extra_pages=extra_pages,
             is_back=sequence.admitted_s is not None,
         )
+        sequence.origin_of_row = "prefix"
         if (saved := sequence.saved) is not None:
+            sequence.origin_of_row = "own"
             self.fills.append(Fill(sequence, self.memory.fill(space, saved.positions), saved))
             sequence.saved = None  # who is preempted later computes
         self.waiting.remove(sequence)
@@ -189,13 +191,14 @@ class Sequences:
             self._note_admission(sequence, length, now)
             if sequence.inherited_tokens:
                 sequence.cached_tokens = length
+        sequence.origin_of_row = "parent"
         self._take_row(sequence, space)
 
     def split(self, beam: Sequence, sequence_id: int) -> Sequence:
         """One more beam, RUNNING, with all tokens and pages of `beam`, which runs and has computed all its tokens."""
         row = row_of(beam)
         known = int(self.rows.known[row])
-        child = replace(beam, sequence_id=sequence_id, tokens=self.rows.tokens[row, :known])
+        child = replace(beam, sequence_id=sequence_id, tokens=self.rows.tokens[row, :known], origin_of_row="parent")
         self._take_row(child, self._fork_space(beam, known, 0))
         return child
 

@@ -18,7 +18,9 @@ async function audit() {
   say(byId("audit"), found.balanced ? `Everything adds up at step ${count(found.step)}: ${sums}` : found.discrepancies.join("; "));
 }
 
-/** What is so now, in the fields that are empty. */
+let modeShown = ""; // of overcommit, as it was when the page looked last
+
+/** What is so now, in the fields that are empty, and in the choice that nobody has changed. */
 export async function updateControls() {
   const now = await view("zoneinfo");
   const placeholders = {
@@ -29,6 +31,9 @@ export async function updateControls() {
     for (const [name, value] of Object.entries(fields)) byId(form).elements[name].placeholder = String(value);
   }
   say(byId("overcommit-now"), now.overcommit);
+  const { mode } = byId("set-overcommit").elements;
+  if (!modeShown || mode.value === modeShown) mode.value = now.overcommit;
+  modeShown = now.overcommit;
   say(byId("size-most"), `${count(now.present)} frames and ${count(now.slots_present)} slots`);
 }
 

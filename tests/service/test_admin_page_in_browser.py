@@ -214,16 +214,22 @@ async def many_sequences(house: RealHouse, page: Page, count: int) -> None:
 
 
 async def test_at_no_width_is_anything_cut_off_or_covered(house: RealHouse) -> None:
-    async with browser_at(house) as tab:
+    cut = """all => all.filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.innerText)"""
+    async with load(house, clients=1), browser_at(house) as tab:
         page = tab.page
         await expect(page.locator("#state")).to_have_text("live")
-        await expect(page.locator(".keys b >> nth=3")).not_to_be_empty()
+        await page.click("#sequences-table button:text('Details') >> nth=0")
+        await expect(page.locator("#details")).to_be_visible()
         for width in (360, 400, 799, 800, 1279, 1280, 1900):
             await page.set_viewport_size({"width": width, "height": 700})
-            cut = """all => all.filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.innerText)"""
             assert (width, await page.eval_on_selector_all(".keys, header, html", cut)) == (width, [])
             at_the_foot = await page.evaluate("document.elementFromPoint(innerWidth / 2, innerHeight - 4).tagName")
             assert at_the_foot != "FOOTER", "it has told nothing"
+        await page.set_viewport_size({"width": 360, "height": 700})
+        for name in ("queue", "oom", "cache", "misses", "tenants", "trace", "controls"):
+            await page.click(f"#tab-{name}")
+            assert (name, await page.eval_on_selector_all("html", cut)) == (name, [])
+        await expect(page.locator("#set-overcommit select")).to_have_value("heuristic")
     assert tab.faults == []
 
 

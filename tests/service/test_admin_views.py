@@ -228,6 +228,29 @@ async def test_maps_read_like_the_kernels() -> None:
             end = int(found[2], 16)
 
 
+async def test_maps_tell_pages_that_were_found_and_those_of_relatives_from_own_ones() -> None:
+    """Whoever computed a page: that others share it does not make it theirs."""
+    house = SteppedEngine(frames=80)
+
+    def origins(number: int) -> list[tuple[int, int, str]]:
+        runs = look(house, "sequences/{of}/maps", f"0.{number}")["runs"]
+        return [(run["start"], min(run["end"], 12), run["origin"]) for run in runs if run["start"] < 12]
+
+    first = house.submit([*range(1, 11)], 60)
+    for _ in range(4):
+        await house.step()
+    second = house.submit([*range(1, 9), 20, 21, 22, 23], 60)
+    third = house.submit([*range(30, 42)], 60, choices=2)
+    for _ in range(6):
+        await house.step()
+    flags = {run["flags"][-1] for run in look(house, "sequences/{of}/maps", f"0.{first}")["runs"]}
+    assert flags == {"s", "p"}
+    assert {origin for *_, origin in origins(first)} == {"own"}
+    assert origins(second) == [(0, 8, "prefix"), (8, 12, "own")]
+    assert {origin for *_, origin in origins(third)} == {"own"}
+    assert origins(third + 1)[0] == (0, 8, "parent")
+
+
 async def test_smaps_read_like_the_kernels_rollup() -> None:
     house = await under_load()
     for each in look(house, "sequences", limit=1000)["sequences"]:
