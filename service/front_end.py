@@ -118,9 +118,13 @@ class FrontEnd:
         if held >= limit:
             raise QueueFull(f"{held} requests are open, the limit is {limit}: try again later", reason="open_requests")
 
+    def has_rate(self, tenant: str) -> bool:
+        """Whether somebody counts the requests and tokens of a tenant."""
+        return self.model is not None and tenant in self.model.client.limits.rated_tenants
+
     async def spend(self, tenant: str, tokens: int) -> None:
         """Count tokens of a tenant's request that was let in, if anybody counts them."""
-        if self.model is not None and tenant in self.model.client.limits.rated_tenants:
+        if self.has_rate(tenant):
             with suppress(ServiceUnavailable):  # the engine is gone, and its counts with it
                 await self.engine.ask(Spend(tenant, tokens))
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from service.errors import (
     quoted,
 )
 from service.field_checks import REQUEST_ID
-from service.front_end import FRONT_END
+from service.front_end import FRONT_END, FrontEnd
 from service.questions import Enter, Leave
 
 log = structlog.get_logger("pagewalk.http")
@@ -135,7 +135,7 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
     front_end.metrics.http_started()
     status, failure = CLIENT_LEFT, None
     try:
-        response, failure = await _answer(request, handler)
+        response, failure = await _answer(request, handler, front_end)
         status = response.status
         return response
     finally:  # also when the client has left: then the handler is cancelled
@@ -158,20 +158,21 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
             )
 
 
-async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str | None]:
+async def _answer(request: web.Request, handler: Handler, front_end: FrontEnd) -> tuple[web.StreamResponse, str | None]:
     """The answer, and what went wrong if something did."""
     try:
-        if is_preflight(request, request.app[FRONT_END].settings.cors_allow_origins):
+        if is_preflight(request, front_end.settings.cors_allow_origins):
             return preflight_response(request), None
         check_access(request)
         if request.method == "POST" and access_of(request) == "key":
-            async with counted(request):
-                await request.app[FRONT_END].enter()
+            tenant = request[CALLER].tenant
+            async with counted(front_end, tenant) if front_end.has_rate(tenant) else nullcontext():
+                await front_end.enter()
                 return await handler(request), None
         return await handler(request), None
     except PagewalkError as error:
         if isinstance(error, QueueFull):
-            request.app[FRONT_END].metrics.refused(error.reason)
+            front_end.metrics.refused(error.reason)
         return error_response(error, request), str(error)
     except web.HTTPException as error:
         refusal = from_http_exception(error, request)
@@ -185,18 +186,14 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
 
 
 @asynccontextmanager
-async def counted(request: web.Request) -> AsyncIterator[None]:
+async def counted(front_end: FrontEnd, tenant: str) -> AsyncIterator[None]:
     """One request among those of its tenant, from here to its answer. Raises RateLimited."""
-    engine, model, tenant = request.app[FRONT_END].engine, request.app[FRONT_END].model, request[CALLER].tenant
-    if model is None or tenant not in model.client.limits.rated_tenants:
-        yield
-        return
-    await engine.ask(Enter(tenant))
+    await front_end.engine.ask(Enter(tenant))
     try:
         yield
     finally:
         with suppress(ServiceUnavailable):  # the engine is gone, and its counts with it
-            await engine.ask(Leave(tenant))
+            await front_end.engine.ask(Leave(tenant))
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

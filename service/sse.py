@@ -47,6 +47,12 @@ def named_event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
+class _Response(web.StreamResponse):
+    """Its headers go out with the first event in one write: whoever reads them is woken once."""
+
+    _send_headers_immediately = False  # private to aiohttp; a test covers it
+
+
 class EventStream:
     """The answer of one streamed request. Use it as a context manager: the timer ends with it."""
 
@@ -65,7 +71,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, *, keep_alive_s: float, wake: Callable[[], None]) -> None:
         """`wake` lets the handler return from whatever it waits on; it then calls `keep_alive`."""
-        self.response = web.StreamResponse(headers=HEADERS)
+        self.response = _Response(headers=HEADERS)
         self.is_started = False  # the status line is out
         self._transport: asyncio.Transport | None = None  # once it is started
         self._is_chunked = False  # HTTP/1.0 has no chunks

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_writer import StreamWriter
+from aiohttp.test_utils import make_mocked_request
 
 from service import sse
 from service.sse import KEEP_ALIVE, LAG_BYTES, EventStream
@@ -187,3 +190,30 @@ def test_an_event_is_one_line_and_a_blank_one() -> None:
     assert error.startswith(b"data: {")
     assert error.endswith(b"}\n\n")
     assert error.count(b"\n") == 2
+
+
+async def test_the_headers_go_out_with_the_first_event_in_one_write() -> None:
+    """With aiohttp's own writer: it would send them alone, and whoever reads them would be woken twice."""
+    written: list[bytes] = []
+
+    class Transport(FakeTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written = written
+
+        def writelines(self, parts: list[bytes]) -> None:
+            self.write(b"".join(parts))
+
+        def get_extra_info(self, name: str) -> None: ...
+
+    transport: Any = Transport()
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.transport = transport
+    writer = StreamWriter(protocol, loop)
+    request = make_mocked_request("POST", "/", transport=transport, writer=writer)
+    with EventStream(request, keep_alive_s=15, wake=lambda: None) as events:
+        await events.write(b"data: a\n\n")
+        await events.write(b"data: b\n\n")
+    assert [part.count(b"HTTP/1.1 200 OK") for part in written] == [1, 0]
+    assert [part.count(b"data: ") for part in written] == [1, 1]
