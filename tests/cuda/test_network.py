@@ -13,7 +13,8 @@ from program_executor import BUDGET, PAGES, ROWS, ProgramExecutor, cpu_executor,
 
 from mm import MemoryManager, MemoryOrders, SharedPrefixes
 from model import thin_layers
-from model.cuda_executor import CudaExecutor, DeviceProgram
+from model.cuda_executor import CudaExecutor
+from model.device_program import DeviceProgram
 from model.step_graphs import Kind, StepGraphs, ladder
 from model.step_plan import SamplingParameters, StepPlan
 from service.engine_client import Submit

@@ -9,8 +9,8 @@ import torch
 from plan_driver import GREEDY, PlanDriver, Running, int32
 from program_executor import BUDGET, ProgramExecutor, tiny_config
 
-import model.cuda_executor
 import model.cuda_rows
+import model.device_program
 from cuda.errors import DriverError, OutOfDriverMemory, driver_error
 from mm.page_copies import TableChanges
 from model.out_of_memory import in_parts, is_out_of_memory
@@ -149,7 +149,7 @@ def test_a_row_whose_history_finds_no_memory_fails_alone(
 def test_page_tables_that_change_in_many_places_go_ahead_in_parts(
     executor: ProgramExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.cuda_executor, "UPLOADED_CHANGES", 3)
+    monkeypatch.setattr(model.device_program, "UPLOADED_CHANGES", 3)
     rows, pages, frames = int32(*[1] * 4, *[6] * 3), int32(0, 1, 2, 3, 7, 6, 5), int32(9, 8, 7, 6, 5, 4, 3)
     executor.program._send_ahead(TableChanges(rows, pages, frames))
     assert executor.program.state.page_tables[rows.tolist(), pages.tolist()].tolist() == frames.tolist()

@@ -6,8 +6,8 @@ import torch
 
 from model.config import ModelConfig, parse_config
 from model.cpu_executor import CpuExecutor
-from model.cuda_executor import RING, DeviceProgram, Reports, read_result
 from model.cuda_kernels import CudaStep
+from model.device_program import RING, DeviceProgram, Reports, read_result
 from model.parameters import allocate, parts_of, random_parameters
 from model.step_plan import StepPlan, StepResult
 
