@@ -11,7 +11,7 @@ from aiohttp import web
 from service.body_values import check_values
 from service.decoding import decode
 from service.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType, quoted
-from service.front_end import FRONT_END
+from service.front_end import FRONT_END, FrontEnd
 from service.middleware import ID, IGNORED, check_length
 from service.schema import Body
 
@@ -19,6 +19,11 @@ BODY_TIMEOUT_S = 120.0
 """A body must have come within this: one that trickles holds a socket, and a place among its tenant's requests."""
 
 JSON = "application/json"
+
+OFF_LOOP_BYTES = 65_536
+"""Larger bodies are decoded and checked in a thread, one after the other: 10 to 100 ns a byte. What is one call into C
+holds the interpreter even so, at most some 60 ms for the most values that a body may have; several at once would each
+do so before the loop had its turn."""
 
 log = structlog.get_logger("pagewalk.http")
 
@@ -43,12 +48,22 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         raise PayloadTooLarge(f"The body has more than {settings.body_limit_bytes} bytes, the limit.") from None
     except web.RequestPayloadError:
         raise BadRequest("The body cannot be read: its transfer encoding is broken.") from None
-    await check_values(raw)
-    body, ignored = decode(raw, kind, settings.unknown_fields)
+    body, ignored = await _decoded(raw, kind, request.app[FRONT_END])
     if ignored:
         request[IGNORED] = ignored
         log.warning("unknown fields ignored", request_id=request[ID], fields=[quoted(name) for name in ignored[:16]])
     return body
+
+
+async def _decoded(raw: bytes, kind: type[B], front_end: FrontEnd) -> tuple[B, list[str]]:
+    def read() -> tuple[B, list[str]]:
+        check_values(raw)
+        return decode(raw, kind, front_end.settings.unknown_fields)
+
+    if len(raw) <= OFF_LOOP_BYTES:
+        return read()
+    async with front_end.large_bodies:
+        return await asyncio.to_thread(read)
 
 
 def _check_content_type(request: web.Request) -> None:

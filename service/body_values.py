@@ -1,11 +1,10 @@
 """How much a body of JSON holds, seen before it is decoded.
 
 Decoding takes time by the value, not by the byte, and nothing else of the process runs meanwhile: a body of many small
-ones, within the limit on bytes, would hold every stream up for seconds. So they are counted first, in a thread, and in
-pieces that let others run.
+ones, within the limit on bytes, would hold every stream up for seconds. So they are counted first, and in pieces that
+let others run, since large bodies are read in a thread (body.py).
 """
 
-import asyncio
 import re
 
 from service.errors import PayloadTooLarge
@@ -22,13 +21,10 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """Also one that does not end, to the end: each byte is looked at once, whatever the body is."""
 
 
-async def check_values(raw: bytes) -> None:
+def check_values(raw: bytes) -> None:
     """Raises PayloadTooLarge."""
-    if len(raw) > MAX_PARTS:  # else there is no room for so many
-        await asyncio.to_thread(_check, raw)
-
-
-def _check(raw: bytes) -> None:
+    if len(raw) <= MAX_PARTS:
+        return  # there is no room for so many
     about = _roughly(raw, b'"') // 2 + _roughly(raw, b"[") + _roughly(raw, b"{")
     if about <= MAX_PARTS and _roughly(raw, b",") <= MAX_NUMBERS:
         return  # nearly all bodies: text may hold these marks, too, but not so many

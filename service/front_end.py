@@ -5,6 +5,7 @@ then. It may share the engine's process or be one of several processes (docs/dec
 server it asks (`engine`).
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class FrontEnd:
     model: ServedModel | None = None  # set once, when the weights are loaded
     generating: int = 0  # requests that generate now
     turnstile: Turnstile = field(default_factory=Turnstile)
+    large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while one is decoded
     api_keys: KeyRing = field(init=False)
     admin_keys: KeyRing = field(init=False)
 

@@ -8,6 +8,7 @@ With beam search the output counts once for each beam in what concerns P. `trunc
 first. A text so long that it must break rule 1 is refused before it is tokenized, even if it were truncated.
 """
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,13 +18,19 @@ from service.body_values import check_values
 from service.call_readers import READERS
 from service.engine_client import Limits, Scores
 from service.errors import BadRequest, quoted
-from service.field_checks import check_token_ids
+from service.field_checks import MAX_PROMPTS, check_token_ids
 from service.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody, template_messages
 from service.served_model import ServedModel
-from service.tokenization import json_length
+from service.tokenization import OFF_LOOP_CHARACTERS, json_length
 
 CHARACTERS_PER_TOKEN = 128
 """The longest tokens of common vocabularies are runs of 128 spaces: no text has fewer tokens than length / 128."""
+
+OFF_LOOP_IDS = 65_536
+"""More token ids than this in one body are checked in a thread: 60 ns each."""
+
+OFF_LOOP_PARTS = 1_000
+"""More messages, parts of them and calls than this in one chat are read in a thread: 2 us each."""
 
 
 @dataclass(slots=True)
@@ -51,14 +58,17 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, tenant: s
     """Every prompt, truncated as asked. Raises BadRequest."""
     limits = model.client.limits
     prompts: list[Prompt] = []
-    for path, given in body.prompts():
+    read = partial(_given_prompts, body, limits)
+    all_given = await asyncio.to_thread(read) if _count_ids(body) > OFF_LOOP_IDS else read()
+    characters = sum(len(given) for _, given in all_given if isinstance(given, str))
+    for path, given in all_given:
         if isinstance(given, str):
-            check_text_length(len(given), limits, param="prompt")
-            ids = await model.tokenizer.encode_async(given, add_special_tokens=body.add_special_tokens is not False)
+            ids = await model.tokenizer.encode_async(
+                given, add_special_tokens=body.add_special_tokens is not False, among=characters
+            )
             if not ids:
                 raise BadRequest(f"prompt must not be empty: this text has no tokens - at `{path}`", param="prompt")
         else:
-            check_token_ids(given, limits.vocabulary, param="prompt", path=path)
             ids = given
         whole, ids = ids, truncated(ids, body, limits, tenant)
         is_text = isinstance(given, str) and len(ids) == len(whole)
@@ -67,6 +77,24 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, tenant: s
             await _add_echo(prompt, body, model, given if is_text and isinstance(given, str) else None)
         prompts.append(prompt)
     return prompts
+
+
+def _given_prompts(body: CompletionBody, limits: Limits) -> list[tuple[str, str | list[int]]]:
+    """(path, prompt) of each. Raises BadRequest for texts that are too long, and for ids that there are not."""
+    all_given = body.prompts()
+    for path, given in all_given:
+        if isinstance(given, str):
+            check_text_length(len(given), limits, param="prompt")
+        else:
+            check_token_ids(given, limits.vocabulary, param="prompt", path=path)
+    return all_given
+
+
+def _count_ids(body: CompletionBody) -> int:
+    """How many token ids there are in all prompts, about."""
+    if not isinstance(body.prompt, list) or len(body.prompt) > MAX_PROMPTS:
+        return len(body.prompt or ())
+    return sum(len(one) if isinstance(one, list) else 1 for one in body.prompt)
 
 
 async def _add_echo(prompt: Prompt, body: CompletionBody, model: ServedModel, text: str | None) -> None:
@@ -89,18 +117,8 @@ async def _add_echo(prompt: Prompt, body: CompletionBody, model: ServedModel, te
 
 async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant: str) -> Prompt:
     """What the model's template makes of the messages, truncated as asked. Raises BadRequest."""
-    limits = model.client.limits
-    if len(body.messages or ()) > limits.max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
-            f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
-            param="messages",
-        )
-    await _check_arguments(body, limits)
-    messages = template_messages(body)
-    check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
-    tools = _template_tools(body, model)
-    check_text_length(json_length(tools), limits, param="tools")
+    read = partial(_for_template, body, model)
+    messages, tools = await asyncio.to_thread(read) if _takes_long(body) else read()
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         template = model.tokenizer.template
@@ -120,18 +138,47 @@ async def chat_prompt(body: ChatBody | TokenizeBody, model: ServedModel, tenant:
         raise BadRequest("the chat template made no tokens of these messages.", param="messages")
     if isinstance(body, TokenizeBody):
         return Prompt(ids)
-    ids = truncated(ids, body, limits, tenant)
+    ids = truncated(ids, body, model.client.limits, tenant)
     return Prompt(ids, echo=messages[-1]["content"] if body.echo else "", reading=_reading(body, ids, model))
 
 
-async def _check_arguments(body: ChatBody | TokenizeBody, limits: Limits) -> None:
+def _takes_long(body: ChatBody | TokenizeBody) -> bool:
+    """Whether to read a chat for its template is more than the loop has time for."""
+    parts = characters = 0
+    for message in body.messages or ():
+        calls = message.tool_calls or ()
+        parts += 1 + len(calls) + (len(message.content) if isinstance(message.content, list) else 0)
+        characters += sum(len(call.function.arguments) for call in calls)
+    return parts > OFF_LOOP_PARTS or characters > OFF_LOOP_CHARACTERS
+
+
+def _for_template(
+    body: ChatBody | TokenizeBody, model: ServedModel
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and the tools as the chat template gets them. Raises BadRequest and PayloadTooLarge."""
+    limits = model.client.limits
+    if len(body.messages or ()) > limits.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{len(body.messages or ())} messages, which cannot fit. Please leave some out.",
+            param="messages",
+        )
+    _check_arguments(body, limits)
+    messages = template_messages(body)
+    check_text_length(sum(len(message["content"]) for message in messages), limits, param="messages")
+    tools = _template_tools(body, model)
+    check_text_length(json_length(tools), limits, param="tools")
+    return messages, tools
+
+
+def _check_arguments(body: ChatBody | TokenizeBody, limits: Limits) -> None:
     """What earlier calls were given is JSON in strings, which is decoded for the template. Raises BadRequest and
     PayloadTooLarge.
     """
     calls = (call for message in body.messages or () for call in message.tool_calls or ())
     texts = [call.function.arguments for call in calls]
     check_text_length(sum(map(len, texts)), limits, param="messages")
-    await check_values("".join(texts).encode())
+    check_values("".join(texts).encode())
 
 
 def _template_tools(body: ChatBody | TokenizeBody, model: ServedModel) -> list[dict[str, Any]] | None:

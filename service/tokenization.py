@@ -124,9 +124,9 @@ class Tokenizer:
         """Token ids of a plain text; control tokens written in it are taken as such. Raises BadRequest."""
         return self._encode(self.backend, text, add_special_tokens=add_special_tokens, param="prompt")
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Like `encode`, off the event loop for long texts."""
-        if len(text) <= OFF_LOOP_CHARACTERS:
+    async def encode_async(self, text: str, *, add_special_tokens: bool, among: int = 0) -> list[int]:
+        """Like `encode`, off the event loop for long texts. among: characters of all texts that it is one of."""
+        if max(len(text), among) <= OFF_LOOP_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(

@@ -1,7 +1,12 @@
 """What is counted in a body before it is decoded."""
 
+import asyncio
 import json
 import threading
+import time
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 from http_house import Server, Start
@@ -10,13 +15,27 @@ from hypothesis import strategies as st
 from tool_chats import model_that
 
 from service import body_values
+from service.body import OFF_LOOP_BYTES
 from service.errors import PayloadTooLarge
+from service.prompts import OFF_LOOP_PARTS
 from service.tokenization import Tokenizer
+
+
+def note_threads(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> list[int]:
+    """The threads in which the function of this name is called from now on."""
+    threads: list[int] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        threads.append(threading.get_ident())
+        return function(*given, **named)
+
+    monkeypatch.setattr(name, noted)
+    return threads
 
 
 def is_taken(raw: bytes) -> bool:
     try:
-        body_values._check(raw)
+        body_values.check_values(raw)
     except PayloadTooLarge:
         return False
     return True
@@ -76,19 +95,59 @@ def test_broken_text_is_looked_at_once(raw: bytes, expected: bool) -> None:
     ],
 )
 async def test_many_small_values_are_not_decoded(server: Server, monkeypatch: pytest.MonkeyPatch, extra: str) -> None:
-    threads: list[int] = []
-    check = body_values._check
-
-    def noted(raw: bytes) -> None:
-        threads.append(threading.get_ident())
-        check(raw)
-
-    monkeypatch.setattr(body_values, "_check", noted)
+    threads = note_threads(monkeypatch, "service.body.check_values", body_values.check_values)
     monkeypatch.setattr("service.body.decode", lambda *given: pytest.fail("it was decoded"))
     answer = await server.post("/v1/completions", f'{{"prompt":"a",{extra}}}'.encode())
     assert (answer.status, answer.error["type"]) == (413, "PayloadTooLarge")
     assert threads
     assert threads[0] != threading.get_ident()
+
+
+def chat_of(parts: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * parts}]}
+
+
+@pytest.mark.parametrize(
+    ("slow", "large", "small"),
+    [
+        ("service.body.decode", {"prompt": "a", "suffix": " " * OFF_LOOP_BYTES}, {"prompt": "a"}),
+        ("service.prompts.check_token_ids", {"prompt": [[5] * 700] * 100}, {"prompt": [5]}),
+        ("service.tokenization.Tokenizer.encode", {"prompt": ["the quick fox"] * 1000}, {"prompt": ["the", "fox"]}),
+        ("service.prompts.template_messages", chat_of(OFF_LOOP_PARTS + 1), chat_of(2)),
+    ],
+)
+async def test_what_takes_long_of_a_body_is_done_off_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, slow: str, large: dict[str, Any], small: dict[str, Any]
+) -> None:
+    """And the same of a small one on it: a thread costs more than that."""
+    threads = note_threads(monkeypatch, slow, resolve_name(slow))
+    path = "/v1/chat/completions" if "messages" in large else "/v1/completions"
+    refused = {"max_tokens": 10**9}  # once the prompts are known: what follows is not looked at here
+    await server.post(path, large | refused)
+    assert threads
+    assert threading.get_ident() not in threads
+    threads.clear()
+    await server.post(path, small | refused)
+    assert set(threads) == {threading.get_ident()}
+
+
+async def test_large_bodies_are_decoded_one_after_the_other(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hold the interpreter for as long as its decoding takes: the loop has its turn between them."""
+    at_once, most = 0, 0
+    decode = resolve_name("service.body.decode")
+
+    def slow(*given: Any) -> Any:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.01)
+        at_once -= 1
+        return decode(*given)
+
+    monkeypatch.setattr("service.body.decode", slow)
+    body = {"prompt": "a" + " " * OFF_LOOP_BYTES, "max_tokens": 1}
+    await asyncio.gather(*(server.post("/v1/completions", body) for _ in range(8)))
+    assert most == 1
 
 
 async def test_what_earlier_calls_were_given_counts_as_well(start: Start) -> None:
