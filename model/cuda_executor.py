@@ -137,8 +137,8 @@ class CudaExecutor:
             self._warm_up(max_running)
             report.ended("first step")
             self._graph_memory: Any = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
-            has_cascade = self._program.kernels.shared_prefix is not None
-            sizes = ladder(max_running=max_running, max_tokens=self._program.max_tokens, has_cascade=has_cascade)
+            reads_shared = self._program.kernels.shared_prefix is not None
+            sizes = ladder(max_running=max_running, max_tokens=self._program.max_tokens, reads_shared=reads_shared)
             self._graphs = StepGraphs(sizes if graphs else iter(()), self._captured, seconds=CAPTURE_S)
             self.step_sizes = step_sizes(self._program.max_tokens) if graphs else ()
             self.stream.synchronize()
@@ -240,7 +240,7 @@ class CudaExecutor:
             kind = Kind.LOGITS if is_decode else Kind.MIXED_LOGITS
             return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=True)
         if plan.decodes == sequences:
-            kind = Kind.CASCADE if self._program.has_groups(plan) else Kind.DECODE
+            kind = Kind.SHARED if self._program.has_groups(plan) else Kind.DECODE
             return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
         return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences, weighs=True)
 
@@ -270,7 +270,7 @@ class CudaExecutor:
             tokens=size.tokens,
             decodes=size.sequences,
             prefill_blocks=0,
-            has_groups=size.kind is Kind.CASCADE,
+            has_groups=size.kind is Kind.SHARED,
             weighs=size.weighs,
         )
         if size.kind in (Kind.MIXED, Kind.MIXED_LOGITS):

@@ -28,8 +28,8 @@ DECODE_SIZES += (208, 256, 288, 320, 384, 416, 512, 544, 640, 672, 800, 864, 928
 cuBLAS is good at: a layer of 8B takes 508 to 520 us at 704, 736, 768 and 800 rows on an H200, and 437 at 448 but 344 at
 512 (docs/decisions/0025-what-a-large-networks-time-is-spent-on.md)."""
 
-CASCADE_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
-CASCADE_SIZES += (320, 384, 512, 640, 768, 896, 1024)
+SHARED_SIZES: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+SHARED_SIZES += (320, 384, 512, 640, 768, 896, 1024)
 """Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
 without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
 
@@ -40,19 +40,15 @@ MIXED_SEQUENCES = (8, 64, 256)
 LARGE_TOKENS = (640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144)
 """And of larger ones, below a step's most tokens: of these and of that only steps that all but fill one take it.
 Prompts that come faster than they are computed fill steps to the brim, and chunks that are cut for a bound on gaps are
-cut to such a size (step_sizes). What is launched kernel by kernel holds the host up: it stands in the middle of the
-step, and the tokens of the step before are late by that (measured on an H200: up to the whole step)."""
+cut to such a size (step_sizes). What is launched kernel by kernel holds the host up, for the driver takes only so many
+launches ahead: it stands in the middle of the step, and the tokens of the step before are late by that (measured on an
+H200: up to the whole step)."""
 
 LEAST_FULL = 15 / 16
-"""Of a large graph's tokens."""
+"""Of a large graph's tokens, for a step to take it."""
 
 RETRY_S = 60.0
 """After a capture that found no memory: each try costs milliseconds, and what was full will be so for a while."""
-
-LEAST_FULL = 15 / 16
-"""Of a step's most tokens: prompts that come faster than they are computed fill steps to the brim. Those have graphs,
-since the driver takes only so many launches ahead: the host would wait in the middle of one, and with it the tokens of
-the step before (measured on an H200: 6 ms between two such steps, and tokens two steps late)."""
 
 
 def step_sizes(max_tokens: int) -> tuple[int, ...]:
@@ -66,7 +62,7 @@ class Kind(Enum):
     """What a graph does."""
 
     DECODE = auto()
-    CASCADE = auto()  # decodes, of which some begin with the same frames
+    SHARED = auto()  # decodes, of which some begin with the same frames
     MIXED = auto()  # prefill, and decodes
     LOGITS = auto()  # decodes, up to their logits: their sampling waits for masks
     MIXED_LOGITS = auto()  # the same with prefill
@@ -94,11 +90,11 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-def ladder(*, max_running: int, max_tokens: int, has_cascade: bool) -> Iterator[tuple[GraphSize, bool]]:
+def ladder(*, max_running: int, max_tokens: int, reads_shared: bool) -> Iterator[tuple[GraphSize, bool]]:
     """All sizes, of each kind ascending, and whether each is among the FIRST. Those that weigh come first: they hold
     the other steps, too.
     """
-    kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.CASCADE, CASCADE_SIZES)] if has_cascade else [])
+    kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.SHARED, SHARED_SIZES)] if reads_shared else [])
     for kind, batches in kinds:
         sizes = _up_to(batches, max_running)
         first = set(_doubling(sizes))

@@ -160,7 +160,7 @@ def test_graphs_with_groups_and_without() -> None:
         )
         accept_all_groups(executor._program)
         before = executor._graphs  # they keep the memory of graphs, which they share, while others are captured
-        tiny_ladder = ladder(max_running=ROWS, max_tokens=BUDGET, has_cascade=True)
+        tiny_ladder = ladder(max_running=ROWS, max_tokens=BUDGET, reads_shared=True)
         with torch.cuda.stream(executor.stream):
             executor._graphs = StepGraphs(tiny_ladder, executor._captured, seconds=0.0)
         before.clear()
@@ -169,7 +169,7 @@ def test_graphs_with_groups_and_without() -> None:
         def has_groups(plan: StepPlan, executor: CudaExecutor = executor) -> bool:
             executor.use_idle_time()
             graph, graphs = executor._graph_for(plan), executor._graphs._graphs
-            return any(graph in graphs[Kind.CASCADE, weighs].values() for weighs in (False, True))
+            return any(graph in graphs[Kind.SHARED, weighs].values() for weighs in (False, True))
 
         for prompt, output, steps in scheduled(executor, has_groups, finds_shared_prefixes=finds):
             assert is_near_best(exact, prompt, output)

@@ -110,23 +110,23 @@ def run(
     """The worst error of a token's head. The pass runs twice, and must agree bit for bit, with poisoned workspace."""
     case = shared_case(FrameLayout(2, kv_heads, head_dim, dtype), families, device.name, generator, layer=1)
     count = len(case.lengths)
-    cascade = SharedPrefix(device.loader, case.pool, heads, count + 2, least_pages=1, always=True)
+    shared_prefix = SharedPrefix(device.loader, case.pool, heads, count + 2, least_pages=1, always=True)
     if multiprocessors:
-        cascade._multiprocessors = multiprocessors  # how work is cut must not matter
-    words = np.zeros(cascade.words, np.int32)
-    used = cascade.pack(case.shared, case.rows.cpu().numpy(), words)
+        shared_prefix._multiprocessors = multiprocessors  # how work is cut must not matter
+    words = np.zeros(shared_prefix.words, np.int32)
+    used = shared_prefix.pack(case.shared, case.rows.cpu().numpy(), words)
     assert used
-    cascade.state[:used].copy_(torch.from_numpy(words[:used]))
+    shared_prefix.state[:used].copy_(torch.from_numpy(words[:used]))
     decode = PagedDecode(device.loader, case.pool, heads, shape=shape)
     q = torch.randn(count, heads * head_dim, generator=generator).to(dtype)
     outs = []
     for _ in range(2):
-        cascade.parts.fill_(torch.nan)
+        shared_prefix.parts.fill_(torch.nan)
         out = torch.full_like(q, torch.nan, device=device.name)
-        decode.plan(device.stream, case.page_tables, case.rows, case.lengths, prefixes=cascade.prefixes)
+        decode.plan(device.stream, case.page_tables, case.rows, case.lengths, prefixes=shared_prefix.prefixes)
         device.synchronize()  # what begins before its predecessor has ended must not follow the plan
-        cascade(device.stream, 1, q.to(device.name), case.page_tables)
-        decode(device.stream, 1, q.to(device.name), out, case.page_tables, count, prefix_parts=cascade.parts)
+        shared_prefix(device.stream, 1, q.to(device.name), case.page_tables)
+        decode(device.stream, 1, q.to(device.name), out, case.page_tables, count, prefix_parts=shared_prefix.parts)
         device.synchronize()
         assert decode.is_at_rest()
         outs.append(out.cpu())
@@ -202,9 +202,11 @@ def packed(
 ) -> int:
     heads, kv_heads, head_dim = {"8b": (32, 8, 128), "qwen06b": (16, 8, 128), "smol": (9, 3, 64)}[model]
     pool = FramePool(FrameLayout(1, kv_heads, head_dim, torch.bfloat16), 1, device.name)
-    cascade = SharedPrefix(device.loader, pool, heads, 1024, always=always, least_pages=least_pages)
-    cascade._multiprocessors = 132
-    return cascade.pack(shared_of(sizes, pages), np.arange(1024, dtype=np.int32), np.zeros(cascade.words, np.int32))
+    shared_prefix = SharedPrefix(device.loader, pool, heads, 1024, always=always, least_pages=least_pages)
+    shared_prefix._multiprocessors = 132
+    return shared_prefix.pack(
+        shared_of(sizes, pages), np.arange(1024, dtype=np.int32), np.zeros(shared_prefix.words, np.int32)
+    )
 
 
 MEASURED = {  # (members, pages that they share) of each group: which of the models gain more than 3 % on an H200
@@ -256,10 +258,10 @@ def test_work_covers_every_group_once(device, generator, sizes, pages) -> None:
     """Whatever the sizes, the items are each block of rows with all pages of the group, and parts do not overlap."""
     device_loader = device.loader
     pool = FramePool(FrameLayout(1, 2, 64, torch.bfloat16), 1, device.name)
-    cascade = SharedPrefix(device_loader, pool, 6, 1024, least_pages=1, always=True)
-    cascade._multiprocessors = 132
-    words = np.zeros(cascade.words, np.int32)
-    assert cascade.pack(shared_of(sizes, pages), np.arange(1024, dtype=np.int32), words)
+    shared_prefix = SharedPrefix(device_loader, pool, 6, 1024, least_pages=1, always=True)
+    shared_prefix._multiprocessors = 132
+    words = np.zeros(shared_prefix.words, np.int32)
+    assert shared_prefix.pack(shared_of(sizes, pages), np.arange(1024, dtype=np.int32), words)
     count = int(words[5 * 1024])
     work = words[5 * 1024 + 4 :][: 8 * count].reshape(count, 8)
     prefixes = words[: 4 * 1024].reshape(1024, 4)
@@ -279,7 +281,7 @@ def test_work_covers_every_group_once(device, generator, sizes, pages) -> None:
             owned += range(part, part + parts)
         first += size
     assert len(owned) == len(set(owned))
-    assert max(owned) < len(cascade.parts) // (6 * 72)
+    assert max(owned) < len(shared_prefix.parts) // (6 * 72)
     assert not prefixes[first:].any()
 
 
@@ -300,7 +302,7 @@ def test_graph_replays_with_other_groups(device, generator) -> None:
     ]
     stored = [(case, case.pool.data.clone()) for case in cases]
     pool = max((case.pool for case in cases), key=lambda p: p.frames)
-    cascade = SharedPrefix(device.loader, pool, heads, capacity, least_pages=1, always=True)
+    shared_prefix = SharedPrefix(device.loader, pool, heads, capacity, least_pages=1, always=True)
     decode = PagedDecode(device.loader, pool, heads)
     q = torch.randn(capacity, heads * 128, generator=generator).bfloat16().cuda()
     out = torch.empty_like(q)
@@ -310,10 +312,10 @@ def test_graph_replays_with_other_groups(device, generator) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         stream = torch.cuda.current_stream().cuda_stream
-        decode.plan(stream, tables, rows, lengths, prefixes=cascade.prefixes)
+        decode.plan(stream, tables, rows, lengths, prefixes=shared_prefix.prefixes)
         out.fill_(torch.nan)  # a kernel must stand between the plan and what overlaps with its predecessor
-        cascade(stream, 0, q, tables)
-        decode(stream, 0, q, out, tables, capacity, prefix_parts=cascade.parts)
+        shared_prefix(stream, 0, q, tables)
+        decode(stream, 0, q, out, tables, capacity, prefix_parts=shared_prefix.parts)
     for case, data in [*stored, *stored]:
         count = len(case.lengths)
         pool.data[: len(data)].copy_(data)
@@ -322,10 +324,10 @@ def test_graph_replays_with_other_groups(device, generator) -> None:
         lengths.zero_()
         rows[:count].copy_(case.rows)
         lengths[:count].copy_(case.lengths)
-        words = np.zeros(cascade.words, np.int32)
+        words = np.zeros(shared_prefix.words, np.int32)
         if len(case.shared.pages):
-            cascade.pack(case.shared, case.rows.cpu().numpy(), words)
-        cascade.state.copy_(torch.from_numpy(words))
+            shared_prefix.pack(case.shared, case.rows.cpu().numpy(), words)
+        shared_prefix.state.copy_(torch.from_numpy(words))
         graph.replay()
         torch.cuda.synchronize()
         queries = q[:count].cpu().view(count, 1, heads, 128)

@@ -13,7 +13,7 @@ class Graphs:
     def __init__(self, sizes: Iterator[tuple[GraphSize, bool]] | None = None, seconds: float = 0.0) -> None:
         self.now = 0.0
         self.captures: list[GraphSize] = []
-        sizes = sizes or ladder(max_running=256, max_tokens=512, has_cascade=True)
+        sizes = sizes or ladder(max_running=256, max_tokens=512, reads_shared=True)
         self.graphs = StepGraphs(sizes, self.capture, seconds=seconds, clock=lambda: self.now)
         self.at_first = len(self.captures)
 
@@ -42,10 +42,10 @@ class Named:
 
 
 @pytest.mark.parametrize("max_running", [1, 5, 100, 256, 1024])
-@pytest.mark.parametrize("kind", [Kind.DECODE, Kind.CASCADE])
+@pytest.mark.parametrize("kind", [Kind.DECODE, Kind.SHARED])
 def test_from_the_start_every_batch_finds_a_graph_of_at_most_twice_its_size(max_running, kind) -> None:
-    graphs = Graphs(ladder(max_running=max_running, max_tokens=2048, has_cascade=True))
-    least = min(8, max_running) if kind is Kind.CASCADE else 1
+    graphs = Graphs(ladder(max_running=max_running, max_tokens=2048, reads_shared=True))
+    least = min(8, max_running) if kind is Kind.SHARED else 1
     for sequences in range(least, max_running + 1):
         found = graphs.find(kind, sequences, sequences)
         assert found is not None
@@ -73,10 +73,10 @@ def test_from_the_start_a_small_prompt_alone_finds_a_graph_for_few_sequences() -
 
 def test_idle_time_captures_all_sizes_once() -> None:
     graphs = Graphs()
-    assert graphs.at_first < len(list(ladder(max_running=256, max_tokens=512, has_cascade=True)))
+    assert graphs.at_first < len(list(ladder(max_running=256, max_tokens=512, reads_shared=True)))
     while graphs.graphs.capture_next():
         pass
-    sizes = [size for size, _ in ladder(max_running=256, max_tokens=512, has_cascade=True)]
+    sizes = [size for size, _ in ladder(max_running=256, max_tokens=512, reads_shared=True)]
     assert sorted(graphs.captures, key=repr) == sorted(sizes, key=repr)
     assert graphs.graphs.captured == len(sizes)
     assert not graphs.graphs.capture_next()
@@ -88,12 +88,12 @@ def test_with_all_captured_a_step_takes_the_smallest_that_holds_it() -> None:
     while graphs.graphs.capture_next():
         pass
     assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
-    assert graphs.find(Kind.CASCADE, 33, 33) == GraphSize(Kind.CASCADE, 48, 48)
+    assert graphs.find(Kind.SHARED, 33, 33) == GraphSize(Kind.SHARED, 48, 48)
     assert graphs.find(Kind.MIXED, 129, 9) == GraphSize(Kind.MIXED, 160, 64)
 
 
 def test_large_steps_have_graphs_if_they_all_but_fill_one() -> None:
-    graphs = Graphs(ladder(max_running=256, max_tokens=4000, has_cascade=False), seconds=10.0)
+    graphs = Graphs(ladder(max_running=256, max_tokens=4000, reads_shared=False), seconds=10.0)
     found = [graphs.find(Kind.MIXED, tokens, 9) for tokens in (4000, 3750, 3749, 1024, 960, 959, 513, 512)]
     full, large = (GraphSize(Kind.MIXED, n, 64, least_tokens=least) for n, least in ((4000, 3750), (1024, 960)))
     assert found == [full, full, None, large, large, None, None, GraphSize(Kind.MIXED, 512, 64)]
@@ -103,7 +103,7 @@ def test_large_steps_have_graphs_if_they_all_but_fill_one() -> None:
 def test_a_step_that_is_cut_to_one_of_the_sizes_has_a_graph_of_exactly_that() -> None:
     assert step_sizes(300) == step_sizes(512) == ()
     for max_tokens in (600, 2048, 8192):
-        graphs = Graphs(ladder(max_running=256, max_tokens=max_tokens, has_cascade=False), seconds=10.0)
+        graphs = Graphs(ladder(max_running=256, max_tokens=max_tokens, reads_shared=False), seconds=10.0)
         sizes = step_sizes(max_tokens)
         assert (sizes[0], sizes[-1]) == (512, max_tokens)
         for tokens in sizes:
@@ -132,7 +132,7 @@ def test_what_a_step_missed_is_captured_first() -> None:
 
 def test_a_start_goes_on_capturing_for_a_bounded_time() -> None:
     """The first ones in any case; then as many as come in the time."""
-    sizes = list(ladder(max_running=256, max_tokens=512, has_cascade=True))
+    sizes = list(ladder(max_running=256, max_tokens=512, reads_shared=True))
     first = sum(is_first for _, is_first in sizes)
     sampling = sum(size.kind.samples for size, _ in sizes)
     assert Graphs().at_first == first
@@ -167,7 +167,7 @@ def test_without_memory_for_a_graph_steps_do_without_and_it_is_tried_again_later
     graphs.now += RETRY_S
     assert graphs.graphs.capture_next()
     assert graphs.find(Kind.DECODE, 33, 33) == GraphSize(Kind.DECODE, 40, 40)
-    sizes = ladder(max_running=256, max_tokens=512, has_cascade=True)
+    sizes = ladder(max_running=256, max_tokens=512, reads_shared=True)
     started = StepGraphs(sizes, refuse, seconds=10.0, clock=lambda: graphs.now)
     assert len(refused) == 2
     assert started.captured == 0
