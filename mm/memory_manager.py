@@ -40,7 +40,7 @@ from mm.lru import PageLru
 from mm.mapping import PageMapping
 from mm.overcommit import CommitLedger
 from mm.page_cache import PageCache
-from mm.page_copies import MemoryOrders, SwapOrders
+from mm.page_copies import NO_SWAPS, MemoryOrders, SwapOrders
 from mm.page_table import PageTables
 from mm.pins import Pin, PrefixPins
 from mm.preemption import Action, Candidates, CostEstimates, OomTable, Scorer, Victim
@@ -349,7 +349,7 @@ class MemoryManager:
     def background_reclaim(self) -> SwapOrders:
         """Work ahead, once a turn: drop or order out idle cached pages while free frames are low."""
         victims = self.reclaimer.background_victims(self.arriving_frames, self.now)
-        return self.swapper.swap_out_cached(victims, self.now, "background reclaim") if victims else SwapOrders()
+        return self.swapper.swap_out_cached(victims, self.now, "background reclaim") if victims else NO_SWAPS
 
     def open_slots(self, slots: int) -> None:
         """The first `slots` slots have memory behind them from now on (mm/backing_store.py makes it in pieces)."""

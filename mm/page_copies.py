@@ -76,6 +76,9 @@ class SwapOrders:
         return len(self.out_frames) + len(self.in_slots)
 
 
+NO_SWAPS = SwapOrders()
+
+
 class PageMover(Protocol):
     """What carries swap orders out: an executor, or the tests' simulated one."""
 

@@ -37,8 +37,8 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     been read.
     """
     _check_content_type(request)
-    check_length(request)
     settings = request.app[FRONT_END].settings
+    check_length(request, settings.body_limit_bytes)
     try:
         async with nullcontext() if request.content.is_eof() else asyncio.timeout(BODY_TIMEOUT_S):
             raw = await request.read()

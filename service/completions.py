@@ -43,20 +43,22 @@ OFF_LOOP_SCORES = 512
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    model = request.app[FRONT_END].ready_for_more()
+    front_end = request.app[FRONT_END]
+    model = front_end.ready_for_more()
     body = await read_body(request, CompletionBody)
     name = model.check_name(body.model)
-    body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
+    body.check_logprobs(front_end.settings.max_logprobs)
     prompts = await completion_prompts(body, model, request[CALLER].tenant)
     return await answer(request, body, prompts, model, name, CompletionForm, default_tokens=COMPLETION_DEFAULT_TOKENS)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    model = request.app[FRONT_END].ready_for_more()
+    front_end = request.app[FRONT_END]
+    model = front_end.ready_for_more()
     body = await read_body(request, ChatBody)
     name = model.check_name(body.model)
-    body.check_logprobs(request.app[FRONT_END].settings.max_logprobs)
+    body.check_logprobs(front_end.settings.max_logprobs)
     prompt = await chat_prompt(body, model, request[CALLER].tenant)
     return await answer(request, body, [prompt], model, name, ChatForm, default_tokens=None)
 

@@ -330,9 +330,15 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._waiter, ticket.wait)
 
     async def _idle(self) -> None:
-        """Sleep until a message comes; meanwhile, once, check that the books balance."""
+        """Poll for a message, as for a step: who asks one thing after the other asks soon. Then sleep until one comes;
+        meanwhile, once, check that the books balance.
+        """
         if not self.held:
             self._is_idle.set()
+        for _ in range(self.executor.polls):
+            if self._wake.is_set():
+                break
+            await asyncio.sleep(0)
         if not await self._woken_within(QUIET_S):
             while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
                 await asyncio.sleep(0)
@@ -343,8 +349,9 @@ class Engine:
         self._wake.clear()
 
     async def _woken_within(self, seconds: float | None) -> bool:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
+        if not self._wake.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), seconds)
         return self._wake.is_set()
 
     # --- messages in, events out

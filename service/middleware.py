@@ -94,12 +94,14 @@ def access_of(request: web.Request) -> Access:
     return "key" if resource is None else request.app[ACCESS][resource]
 
 
-def check_access(request: web.Request) -> None:
-    """Whose request it is, in request[CALLER]. Raises AuthenticationError or PermissionDenied."""
+def check_access(request: web.Request) -> Access:
+    """Who may use its route, and whose request it is, in request[CALLER]. Raises AuthenticationError,
+    PermissionDenied.
+    """
     front_end, access = request.app[FRONT_END], access_of(request)
     request[CALLER] = Caller(address=address_of(request))
     if access == "open" or (access == "key" and not front_end.api_keys):
-        return
+        return access
     key = _given_key(request)
     caller = None if key is None else front_end.admin_keys.find(key)
     if caller is None and key is not None and (caller := front_end.api_keys.find(key)) is not None and access != "key":
@@ -107,6 +109,7 @@ def check_access(request: web.Request) -> None:
     if caller is None:
         raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY.")
     request[CALLER] = caller._replace(address=address_of(request))
+    return access
 
 
 def address_of(request: web.Request) -> str:
@@ -163,8 +166,7 @@ async def _answer(request: web.Request, handler: Handler, front_end: FrontEnd) -
     try:
         if is_preflight(request, front_end.settings.cors_allow_origins):
             return preflight_response(request), None
-        check_access(request)
-        if request.method == "POST" and access_of(request) == "key":
+        if check_access(request) == "key" and request.method == "POST":
             tenant = request[CALLER].tenant
             async with counted(front_end, tenant) if front_end.has_rate(tenant) else nullcontext():
                 await front_end.enter()
@@ -215,7 +217,7 @@ async def answer_expect(request: web.Request) -> web.StreamResponse | None:
         if request.headers["Expect"].lower() != "100-continue":
             raise ExpectationFailed(f"Unknown expectation {quoted(request.headers['Expect'])}.")
         check_access(request)
-        check_length(request)
+        check_length(request, request.app[FRONT_END].settings.body_limit_bytes)
     except PagewalkError as error:
         return error_response(error, request)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -223,8 +225,7 @@ async def answer_expect(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-def check_length(request: web.Request) -> None:
+def check_length(request: web.Request, limit: int) -> None:
     """Refuse a body that says it is too long before any of it is read. Raises PayloadTooLarge."""
-    limit = request.app[FRONT_END].settings.body_limit_bytes
     if request.content_length is not None and request.content_length > limit:
         raise PayloadTooLarge(f"The body has {request.content_length} bytes, the limit is {limit}.")

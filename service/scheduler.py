@@ -333,8 +333,8 @@ class Scheduler:
         if self._deadlines and self._deadlines[0][0] <= now:
             self._end_late(now)
         self.sequences.swap_orders.append(self.memory.background_reclaim())
-        self._report_compute_pressure(now)
         if (steady := self._steady) is not None and self._is_steady(steady):
+            self._report_compute_pressure(now)
             return self._steady_plan(steady, now)
         while True:
             before = self.preemptions
@@ -342,6 +342,7 @@ class Scheduler:
             if len(decodes) or chunks or not (self.preemptions > before or self._give_way(now)):
                 break  # else somebody has given up pages, and others may run by that
         self._report_pressure()
+        self._report_compute_pressure(now)
         if not len(decodes) and not chunks:
             if self._groups is not None:
                 self._groups.forget()  # rows may come back from swap to other frames

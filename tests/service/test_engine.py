@@ -123,6 +123,27 @@ async def until(condition) -> None:  # type: ignore[no-untyped-def]
             await asyncio.sleep(0.001)
 
 
+async def test_an_engine_that_polls_for_steps_polls_for_messages_before_it_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asks one thing after the other asks soon: waking takes a tenth of a millisecond, and all is cold then."""
+    slept = asyncio.Event()
+
+    async def sleep(engine: Engine, seconds: float | None) -> bool:
+        slept.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(Engine, "_woken_within", sleep)
+    monkeypatch.setattr(SimulatedExecutor, "polls", 5)
+    async with running() as house:
+        turns = 0
+        while not slept.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 5
+        house.task.cancel()
+
+
 async def test_a_first_token_reaches_its_handler_before_a_further_step_is_planned() -> None:
     """The step after it was planned while it was computed; a third would keep it waiting."""
     async with running() as house:
