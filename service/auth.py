@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +56,29 @@ class KeyRing:
         """`keys` are of the tenant `default`. Raises ValueError for a file that cannot be used."""
         self._given = {digest_of(key): DEFAULT_TENANT for key in keys}
         self._file = file
+        self.on_reload: Callable[[], None] = lambda: None  # there may be other keys now
         self._seen = _stamp(file)
         # The table is found by a digest under this process's own secret. So how long a look-up takes depends on nothing
         # that a client can choose or work out, and thousands of keys cost as much as one.
         self._secret = secrets.token_bytes(32)
         self._table: dict[bytes, tuple[bytes, str]] = {}
+        self._fill()
+
+    @classmethod
+    def of(cls, known: Mapping[str, str]) -> "KeyRing":
+        """One that opens to the keys that another has `known`."""
+        ring = cls()
+        ring.take(known)
+        return ring
+
+    @property
+    def known(self) -> dict[str, str]:
+        """Each key's digest (64 hex digits) -> its tenant."""
+        return {digest.hex(): tenant for digest, tenant in self._table.values()}
+
+    def take(self, known: Mapping[str, str]) -> None:
+        """In place of all keys, those that another ring has `known`."""
+        self._given = {bytes.fromhex(digest): tenant for digest, tenant in known.items()}
         self._fill()
 
     def _fill(self) -> None:
@@ -95,6 +113,7 @@ class KeyRing:
             log.error("keys not reloaded", file=str(self._file), reason=str(error))
         else:
             log.info("keys reloaded", file=str(self._file), keys=len(self._table))
+            self.on_reload()
 
     async def watch(self) -> None:
         """Reload whenever the file changes, until cancelled."""

@@ -1,7 +1,7 @@
 """The engine's messages between two processes: what travels, its frames, and the front end's end of it.
 
     engine's process (front_ends.py)                                        front end (front_end_process.py)
-        ── Hello, Serve, NewLimits, Status, TokenBatch, EngineDied, Answer, SendReport, ReloadKeys, Goodbye ──▶
+        ── Hello, Serve, NewLimits, Status, TokenBatch, EngineDied, Answer, SendReport, NewKeys, Goodbye ──▶
         ◀── Listening, Serving, Failed, Submit, Cancel, Finish, Ask, Report ──
 
 A frame is four bytes of length, big-endian, and one MessagePack object whose `type` says which message it is. The link
@@ -58,6 +58,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     front_end: int
     settings: ApiSettings
+    keys: dict[str, str]  # KeyRing.known: the file may be broken, or gone, when a front end is replaced
     addresses: list[Address]
     admin_addresses: list[Address]
     log_level: str
@@ -122,8 +123,10 @@ class NewLimits(msgspec.Struct, frozen=True, tag="new_limits"):
     limits: Limits
 
 
-class ReloadKeys(msgspec.Struct, frozen=True, tag="reload_keys"):
-    """Read the file of API keys again."""
+class NewKeys(msgspec.Struct, frozen=True, tag="new_keys"):
+    """The file of API keys has changed, and is good."""
+
+    keys: dict[str, str]  # KeyRing.known
 
 
 class SendReport(msgspec.Struct, frozen=True, tag="send_report"):
@@ -134,7 +137,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """Finish what is being sent, close, and exit."""
 
 
-ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | NewLimits | SendReport | ReloadKeys | Goodbye
+ToFrontEnd = Hello | Serve | Status | TokenBatch | EngineDied | Answer | NewLimits | SendReport | NewKeys | Goodbye
 
 # ---------------------------------------------------------------- from a front end
 

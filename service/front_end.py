@@ -6,9 +6,9 @@ server it asks (`engine`).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -83,11 +83,12 @@ class FrontEnd:
     generating: int = 0  # requests that generate now
     turnstile: Turnstile = field(default_factory=Turnstile)
     large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while one is decoded
+    known_keys: InitVar[Mapping[str, str] | None] = None  # in place of those of the settings (KeyRing.known)
     api_keys: KeyRing = field(init=False)
     admin_keys: KeyRing = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.api_keys = self.settings.key_ring()
+    def __post_init__(self, known_keys: Mapping[str, str] | None) -> None:
+        self.api_keys = self.settings.key_ring() if known_keys is None else KeyRing.of(known_keys)
         admin_key = self.settings.admin_api_key
         self.admin_keys = KeyRing(() if admin_key is None else (admin_key,))
 

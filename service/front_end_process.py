@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,15 @@ from service.engine_link import (
     Hello,
     Link,
     Listening,
+    NewKeys,
     NewLimits,
-    ReloadKeys,
     SendReport,
     Serve,
     Serving,
     Status,
     ToFrontEnd,
 )
+from service.errors import ConfigurationError
 from service.front_end import FrontEnd
 from service.http_counts import HttpCounts
 from service.http_server import tls_context
@@ -105,17 +106,19 @@ class FrontEndProcess:
                     self._engine.serve(limits)
             case SendReport():
                 self._report()
-            case ReloadKeys():
+            case NewKeys(keys):
                 if self.doors is not None:
-                    self.doors.front_end.api_keys.reload()
+                    self.doors.front_end.api_keys.take(keys)
             case Hello():
-                self._meet(message)
-                if message.listens_at_once:
-                    self._begin(partial(self._listen, message))
-                else:
-                    self._listens_later = message
+                with self._telling_failures():  # a certificate that is gone, say
+                    self._meet(message)
+                    if message.listens_at_once:
+                        self._begin(partial(self._listen, message))
+                    else:
+                        self._listens_later = message
             case Serve():
-                self._begin(partial(self._serve, message))
+                if self.doors is not None:
+                    self._begin(partial(self._serve, message))
             case Goodbye():
                 self._finish(EXIT_OK)
 
@@ -138,12 +141,18 @@ class FrontEndProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
+        with self._telling_failures():
             await work()
-        except (OSError, TokenizerNotUsable) as error:
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Whatever goes wrong in it, the engine's process is told, and this one ends."""
+        try:
+            yield
+        except (OSError, TokenizerNotUsable, ConfigurationError) as error:
             self.link.send(Failed(str(error)))
             self._finish(EXIT_FAILED)
-        except Exception as error:  # whatever it is, the engine's process is told
+        except Exception as error:
             log.error("front end failed", exc_info=error)
             self.link.send(Failed(f"{type(error).__name__}: {error}"))
             self._finish(EXIT_FAILED)
@@ -154,7 +163,8 @@ class FrontEndProcess:
         logs.configure(hello.log_level, hello.log_format)
         self._engine = EngineLink(self.link.send, silence_s=hello.silence_s, clock=time.monotonic)
         settings = msgspec.structs.replace(hello.settings, max_generating=allow_many_sockets())
-        self.doors = Doors(FrontEnd(settings, self.counts, logs.log_request, self._engine), tls_context(settings))
+        front_end = FrontEnd(settings, self.counts, logs.log_request, self._engine, known_keys=hello.keys)
+        self.doors = Doors(front_end, tls_context(settings))
 
     async def _listen(self, hello: Hello) -> None:
         assert self.doors is not None

@@ -42,9 +42,9 @@ from service.engine_link import (
     Hello,
     Link,
     Listening,
+    NewKeys,
     NewLimits,
     Refusal,
-    ReloadKeys,
     SendReport,
     Serve,
     Serving,
@@ -247,10 +247,10 @@ class FrontEnds:
         """Ask all for their counts."""
         await asyncio.gather(*(desk.fresh_report() for desk in self.desks.values()))
 
-    def reload(self) -> None:
-        """Let all read the file of API keys again."""
+    def tell_keys(self, keys: dict[str, str]) -> None:
+        """API keys, as KeyRing.known has them. Who starts later gets them with its Hello."""
         for desk in self.desks.values():
-            desk.link.send(ReloadKeys())
+            desk.link.send(NewKeys(keys))
 
     async def open(self) -> None:
         """Start all; return when they listen. Raises FrontEndFailed if one ends before."""

@@ -87,7 +87,8 @@ class Server:
             self.doors = Doors(FrontEnd(self.api, self.metrics.http, logs.log_request, self.answers), tls)
             self._keys = self.doors.front_end.api_keys
         else:
-            self._keys = self.api.key_ring()  # for warnings: front ends read them for themselves
+            self._keys = self.api.key_ring()  # which front ends are told
+            self._keys.on_reload = self._tell_keys
             self.front_ends = FrontEnds(self._hello, count, self.answers, self.metrics.http)
             self.metrics.add_front_ends(self.front_ends.reports)
         self.is_open = False  # requests are admitted, or were
@@ -104,7 +105,9 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        watch = asyncio.create_task(self.metrics.http.watch_loop())
+        watches = [asyncio.create_task(self.metrics.http.watch_loop())]
+        if self.front_ends is not None:
+            watches.append(asyncio.create_task(self._keys.watch()))
         try:
             self._warn_of_tenants()
             await self._bind()
@@ -117,7 +120,8 @@ class Server:
             loaded, _ = starting.result()
             return await self._serve(loaded)
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await self._close_doors()  # handlers send what is left, for FLUSH_S at most
 
     async def _bind(self) -> None:
@@ -155,6 +159,7 @@ class Server:
         return Hello(
             front_end=number,
             settings=self.api,
+            keys=self._keys.known,
             addresses=held[: self._admin_from],
             admin_addresses=held[self._admin_from :],
             log_level=self.settings.log_level,
@@ -334,9 +339,11 @@ class Server:
         self._keys.reload()
         if self._operations is not None:
             self._operations.note("reload", "SIGHUP", {}, {})
-        if self.front_ends is not None:
-            self.front_ends.reload()
         self._warn_of_tenants()
+
+    def _tell_keys(self) -> None:
+        if self.front_ends is not None:
+            self.front_ends.tell_keys(self._keys.known)
 
     def _warn_of_tenants(self) -> None:
         """A key of a tenant that has no table may be a mistyped name, and then has no limits."""

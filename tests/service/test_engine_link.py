@@ -36,6 +36,7 @@ from service.engine_link import (
     Goodbye,
     Hello,
     Listening,
+    NewKeys,
     NotAFrame,
     Refusal,
     SendReport,
@@ -79,6 +80,7 @@ TO_FRONT_END = [
     Hello(
         3,
         ApiSettings(version="1", api_keys=("k",), unknown_fields="ignore"),
+        {"ab" * 32: "batch"},
         addresses([(socket.AF_INET, ("127.0.0.1", 8000)), (socket.AF_INET6, ("::1", 8000, 0, 0))]),
         [],
         "info",
@@ -92,6 +94,7 @@ TO_FRONT_END = [
     Answer(1, b"\x01"),
     Answer(2, refusal=Refusal.of(QueueFull("full", retry_after_s=7))),
     SendReport(),
+    NewKeys({"ab" * 32: "batch"}),
     Goodbye(),
 ]
 TO_ENGINE = [

@@ -356,6 +356,73 @@ def test_a_front_end_that_is_killed_loses_its_own_streams_only(server: Process) 
     assert (line["pid"], line["code"]) == (dead, -signal.SIGKILL)
 
 
+@pytest.mark.parametrize("content", [None, "", "two words\n"], ids=["gone", "empty", "broken"])
+def test_a_front_end_is_replaced_while_the_file_of_keys_is_broken(
+    model: Path, tmp_path: Path, content: str | None
+) -> None:
+    """By one that opens to the same keys as the others; when the file is good again, all follow it."""
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    server = started(model, tmp_path, 2, "--api-key-file", str(file))
+
+    def statuses(key: str) -> set[int]:
+        """Of connections enough that each front end has some."""
+        headers = {"Authorization": f"Bearer {key}"}
+        return {server.open("GET", "/v1/models", headers=headers).status for _ in range(32)}
+
+    try:
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: any(line["event"] == "keys not reloaded" for line in server.log()))
+        for dead in server.front_ends():
+            os.kill(dead, signal.SIGKILL)
+            server.until(replaced(server, dead))
+        server.until(lambda: server.listening() == 2)
+        assert (statuses("old"), statuses("other")) == ({200}, {401})
+        file.write_text("new\n")
+        server.until(lambda: statuses("new") == {200})
+        assert statuses("old") == {401}
+        assert [line["keys"] for line in server.log() if line["event"] == "keys reloaded"] == [1], "read once for all"
+    finally:
+        server.stop()
+
+
+def test_a_front_end_without_its_certificate_says_so(model: Path, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    subprocess.run([*command, "-subj", "/CN=x", "-keyout", key, "-out", cert], check=True, capture_output=True)
+    files = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    tiny = ["--model", str(model), "--load-format", "dummy", "--threads", "1", "--log-format", "json"]
+    server = Process(*tiny, "--front-ends", "1", *files, folder=tmp_path)
+    try:
+        server.until(lambda: any(line["event"] == "ready" for line in server.log()))
+        cert.unlink()
+        os.kill(server.front_ends()[0], signal.SIGKILL)
+
+        def said() -> list[str]:
+            return [line["reason"] for line in server.log() if "another takes its place" in line["event"]]
+
+        server.until(lambda: len(said()) >= 2)
+        assert str(cert) in said()[1]
+        assert not any("exception" in line for line in server.log())
+    finally:
+        server.stop()
+
+
 def test_nobody_is_told_that_the_model_loads_while_a_front_end_is_replaced(server: Process) -> None:
     """The other one answers everybody, until the new one can."""
     dead = server.front_ends()[0]
