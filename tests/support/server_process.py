@@ -73,10 +73,8 @@ class Process:
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
-        except BaseException as error:
+        except BaseException:
             connection.close()
-            if self.process.poll() is not None:
-                error.add_note(f"the server has ended, {self.process.returncode}:\n{self.err.read_text()[-20_000:]}")
             raise
         self.connections.append(connection)
         self.responses.append(response)
@@ -149,6 +147,8 @@ class Process:
     def stop(self) -> None:
         for thing in [*self.responses, *self.connections]:
             thing.close()
+        if self.process.poll() is not None:  # shown if the test fails
+            sys.stdout.write(f"the server had ended, {self.process.returncode}:\n{self.err.read_text()[-20_000:]}")
         self.process.kill()
         self.process.wait()
 
