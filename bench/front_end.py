@@ -11,7 +11,7 @@ alone    one request after the other, each answered as soon as it reaches the en
          links add to a first token
 
 Reported: CPU time of the front ends' processes (user and system, with the sockets) / events, / tokens; tokens a second
-of it. What ends a stream is counted in, but for the events of the paced run.
+of it. What begins and ends a stream is counted in, but for the events of the paced run.
 Of `alone` the time from before the connection to the first event. The last line is one JSON object.
 """
 
@@ -210,10 +210,13 @@ async def _run(
     pipe.send((streams, tokens))
     while len(engine.running) < streams:  # noqa: ASYNC110 - requests come over sockets
         await asyncio.sleep(0.01)
-    begin_s, begin_system_s, begun = await _cpu_s(front_ends), _system_s(), time.perf_counter()
-    last_s, last_system_s = begin_s, begin_system_s
+    begin_s, begun = await _cpu_s(front_ends), time.perf_counter()
+    first_s = last_s = begin_s
+    first_system_s = last_system_s = _system_s()
     engine_began = time.process_time()
     for number in range(tokens):
+        if number == 1 and step_s:  # the first step opens the streams: status lines, and what is made once
+            first_s, first_system_s = await _cpu_s(front_ends), _system_s()
         if number == tokens - 1 and step_s:
             last_s, last_system_s = await _cpu_s(front_ends), _system_s()
         engine.step(number)
@@ -226,14 +229,14 @@ async def _run(
     took_s = time.perf_counter() - begun
     whole_s = await _cpu_s(front_ends) - begin_s
     made = streams * tokens
-    in_events_s, counted = (last_s - begin_s, events - streams) if step_s else (whole_s, events)
+    in_events_s, counted = (last_s - first_s, streams * (tokens - 2)) if step_s else (whole_s, events)
     return {
         "run": name,
         "streams": streams,
         "tokens": made,
         "tokens_per_event": round(made / events, 2),
         "cpu_us_per_event": round(in_events_s / counted * 1e6, 2),
-        "of_which_system": round((last_system_s - begin_system_s) / counted * 1e6, 2) if step_s else None,
+        "of_which_system": round((last_system_s - first_system_s) / counted * 1e6, 2) if step_s else None,
         "cpu_us_per_token": round(whole_s / made * 1e6, 2),
         "tokens_per_cpu_s": round(made / whole_s),
         "cpu_us_per_request": round((begin_s - cpu_s) / streams * 1e6, 1),

@@ -7,7 +7,6 @@ but an unfinished character before it. A token that is whole characters, as near
 
 import codecs
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 import tokenizers
@@ -35,7 +34,7 @@ class TokenTexts:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self.texts: dict[int, str] = {}  # of tokens that are whole characters
-        self._bytes: dict[int, bytes] = {}
+        self._parts: dict[int, bytes] = {}  # of others
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> "TokenTexts | None":
@@ -44,21 +43,32 @@ class TokenTexts:
         steps = decoder.get("decoders", [decoder])
         return cls(backend) if [step.get("type") for step in steps] == ["ByteLevel"] else None
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a token that `texts` has not, if it is whole characters; from then on `texts` has it."""
+        if token_id in self._parts:
+            return None
+        read = self._read(token_id)
+        try:
+            text = self.texts[token_id] = read.decode()
+        except UnicodeDecodeError:
+            self._parts[token_id] = read
+            return None
+        return text
+
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, none for an id without one. Whole characters are put into `texts` as well."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._read(token_id)
-            with suppress(UnicodeDecodeError):
-                self.texts[token_id] = found.decode()
-        return found
+        """The bytes of a token, none for an id without one."""
+        text = self.texts.get(token_id)
+        if text is None:
+            text = self.text_of(token_id)
+        return self._parts[token_id] if text is None else text.encode()
 
     def _read(self, token_id: int) -> bytes:
         """As the library's ByteLevel decoder does, also for added tokens."""
         spelling: str = self._backend.id_to_token(token_id) or ""
-        codes = [BYTE_OF.get(character) for character in spelling]
-        known = [code for code in codes if code is not None]
-        return bytes(known) if len(known) == len(codes) else spelling.encode()
+        try:
+            return bytes(map(BYTE_OF.__getitem__, spelling))
+        except KeyError:
+            return spelling.encode()
 
 
 class ByteDetokenizer:
@@ -78,6 +88,8 @@ class ByteDetokenizer:
             return ""
         if self._decoder is None:
             text = self._texts.get(token_id)
+            if text is None:
+                text = self._table.text_of(token_id)
             if text is not None:
                 return text
             self._decoder = _utf8("replace")
