@@ -553,7 +553,7 @@ class Scheduler:
         they may be.
         """
         over = stopped if complete is None else stopped | complete
-        for i in np.flatnonzero(over | full).tolist():
+        for i in (over | full).nonzero()[0].tolist():
             sequence = self._rows.at(int(rows[i]))
             reason: EndReason = "stop" if over[i] else "length"
             token = int(committed.tokens[i]) if stopped[i] else -1
