@@ -205,16 +205,7 @@ class Engine:
         self._between_steps.carry_out()
         if self._ready_slots < self.executor.slots:
             self._open_slots()
-        for number, succeeded in self.executor.ended():
-            self._progress_s = self._clock()
-            if self.copying.take(number, succeeded=succeeded):
-                continue
-            pages, begun = self._moving.pop(number)
-            if succeeded:
-                self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
-            else:
-                log.warning("a swap copy has failed: its pages stay, or are computed again", pages=pages)
-            self.scheduler.swap_ended(number, succeeded=succeeded)
+        self._take_ended_copies()
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
@@ -228,12 +219,7 @@ class Engine:
         )
         ended = self.scheduler.take_ended()
         self._publish(self._step, ended, scheduled)
-        for orders in self.scheduler.take_swap_orders():
-            self._moving[orders.ticket] = len(orders), self._clock()
-            self.executor.start(orders)
-        for fill in self.scheduler.take_fills():
-            self._filling.add(filling := asyncio.create_task(self._fill(fill)))
-            filling.add_done_callback(self._filling.discard)
+        self._start_copies()
         if plan is None and self.previous is None:
             if self._moving or self.scheduler.memory.is_copying:
                 await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
@@ -244,14 +230,6 @@ class Engine:
         elif submitted is not None and submitted.matchers:
             await self._mask([], submitted)
         self.previous = submitted
-
-    async def _fill(self, fill: Fill) -> None:
-        """The pages of a restored Sequence, from its store."""
-        frames, store = fill.hold.frames, fill.saved.store
-        with suppress(EngineDead):
-            places = np.arange(len(frames), dtype=np.int32)
-            succeeded = await self.copying.copy(frames, places, store, is_out=False)
-            await self.between_steps(lambda: self.scheduler.sequences.filled(fill, succeeded=succeeded))
 
     async def _commit(self, step: _InFlight, following: _InFlight | None) -> None:
         began = self._clock()
@@ -361,6 +339,51 @@ class Engine:
                 await asyncio.wait_for(self._wake.wait(), seconds)
         return self._wake.is_set()
 
+    # --- copies beside the steps
+
+    def _take_ended_copies(self) -> None:
+        """Pages of swap orders and checkpoints that have come or gone since the last turn, or could not."""
+        for number, succeeded in self.executor.ended():
+            self._progress_s = self._clock()
+            if self.copying.take(number, succeeded=succeeded):
+                continue
+            pages, begun = self._moving.pop(number)
+            if succeeded:
+                self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
+            else:
+                log.warning("a swap copy has failed: its pages stay, or are computed again", pages=pages)
+            self.scheduler.swap_ended(number, succeeded=succeeded)
+
+    def _start_copies(self) -> None:
+        """What the plan of this turn has made room for, or needs next."""
+        for orders in self.scheduler.take_swap_orders():
+            self._moving[orders.ticket] = len(orders), self._clock()
+            self.executor.start(orders)
+        for fill in self.scheduler.take_fills():
+            self._filling.add(filling := asyncio.create_task(self._fill(fill)))
+            filling.add_done_callback(self._filling.discard)
+
+    async def _fill(self, fill: Fill) -> None:
+        """The pages of a restored Sequence, from its store."""
+        frames, store = fill.hold.frames, fill.saved.store
+        with suppress(EngineDead):
+            places = np.arange(len(frames), dtype=np.int32)
+            succeeded = await self.copying.copy(frames, places, store, is_out=False)
+            await self.between_steps(lambda: self.scheduler.sequences.filled(fill, succeeded=succeeded))
+
+    def _open_slots(self) -> None:
+        """Swap slots become usable as the memory behind them is there. More is asked for when half of what was asked
+        for is in use: of what is there, while memory comes slowly, more than half is for long.
+        """
+        swap = self.scheduler.memory.swap
+        if (ready := self.executor.ready_slots) > self._ready_slots:
+            self._ready_slots = ready
+            self.scheduler.memory.open_slots(ready)
+        if 2 * swap.used_slots >= self._wanted_slots:
+            most = max(2 * self._wanted_slots, FIRST_SWAP_BYTES // self.executor.frame_bytes)
+            self._wanted_slots = min(most, self.executor.slots)
+            self.executor.want_slots(self._wanted_slots)
+
     # --- messages in, events out
 
     def connect(self, front_end: int, receiver: FrontEnd) -> None:
@@ -464,6 +487,27 @@ class Engine:
         unread = [(front_end, message) for front_end, message in self._inbox if isinstance(message, Submit)]
         return self.held.submits() + unread
 
+    def _publish(self, step: int, committed: Committed, now: float) -> None:
+        """One token batch to each front end that the step concerns."""
+        for front_end in tuple(self._front_ends) if committed else ():
+            mine, ids = committed.of(front_end)
+            ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
+            prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
+            if ids or ended or prompt_scores:
+                tokens, scores = committed.tokens[mine].tolist(), {}
+                if committed.scores:
+                    found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
+                    scores = {i: each for i, each in found if each is not None}
+                self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
+        for sequence, end in committed.ended:
+            if end.reason == "error" and sequence.constraint is not None and self.held.grammars is not None:
+                self.held.grammars.forget(sequence.constraint)
+            self._observer.sequence_ended(sequence, end, now)
+
+    def _deliver(self, front_end: int, event: Event) -> None:
+        if (receiver := self._front_ends.get(front_end)) is not None:
+            receiver.deliver(event)
+
     # --- what operators do
 
     async def between_steps(self, action: Callable[[], A]) -> A:
@@ -515,40 +559,6 @@ class Engine:
         for front_end, sequence_id in keys:
             self.post(front_end, Abort(sequence_id))
         return len(keys)
-
-    def _open_slots(self) -> None:
-        """Swap slots become usable as the memory behind them is there. More is asked for when half of what was asked
-        for is in use: of what is there, while memory comes slowly, more than half is for long.
-        """
-        swap = self.scheduler.memory.swap
-        if (ready := self.executor.ready_slots) > self._ready_slots:
-            self._ready_slots = ready
-            self.scheduler.memory.open_slots(ready)
-        if 2 * swap.used_slots >= self._wanted_slots:
-            most = max(2 * self._wanted_slots, FIRST_SWAP_BYTES // self.executor.frame_bytes)
-            self._wanted_slots = min(most, self.executor.slots)
-            self.executor.want_slots(self._wanted_slots)
-
-    def _publish(self, step: int, committed: Committed, now: float) -> None:
-        """One token batch to each front end that the step concerns."""
-        for front_end in tuple(self._front_ends) if committed else ():
-            mine, ids = committed.of(front_end)
-            ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
-            prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
-            if ids or ended or prompt_scores:
-                tokens, scores = committed.tokens[mine].tolist(), {}
-                if committed.scores:
-                    found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
-                    scores = {i: each for i, each in found if each is not None}
-                self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
-        for sequence, end in committed.ended:
-            if end.reason == "error" and sequence.constraint is not None and self.held.grammars is not None:
-                self.held.grammars.forget(sequence.constraint)
-            self._observer.sequence_ended(sequence, end, now)
-
-    def _deliver(self, front_end: int, event: Event) -> None:
-        if (receiver := self._front_ends.get(front_end)) is not None:
-            receiver.deliver(event)
 
     # --- states
 
