@@ -71,6 +71,7 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, tenant: s
         else:
             ids = given
         whole, ids = ids, truncated(ids, body, limits, tenant)
+        output_tokens(len(ids), body, limits, tenant, default=1)  # one that cannot fit spares the others the work
         is_text = isinstance(given, str) and len(ids) == len(whole)
         prompt = Prompt(ids)
         if body.echo:
@@ -257,10 +258,11 @@ def output_tokens(prompt_tokens: int, body: GenerationBody, limits: Limits, tena
     needed, together = prompt_tokens + output, prompt_tokens + output * beams
     if needed > length or together > pool:
         for_output = quoted(output, 32) if beams == 1 else f"{quoted(output, 32)} for each of {beams} beams"
+        for_what = "the step that an echo takes" if asked == 0 else "the output"
         of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         raise BadRequest(
             f"{limits.exceeded(needed, tenant)} However, you requested {quoted(together, 32)} tokens "
-            f"({prompt_tokens} in the prompt, {for_output} for the output). Please shorten one of them.",
+            f"({prompt_tokens} in the prompt, {for_output} for {for_what}). Please shorten one of them.",
             param=of_prompt if prompt_tokens + 1 > length or prompt_tokens + beams > pool else "max_tokens",
         )
     if asked is not None:

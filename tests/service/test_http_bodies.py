@@ -9,6 +9,7 @@ from http_house import MAX_LENGTH, Server, Start
 from tiny_tokenizer import CONTROL, tiny_tokenizer
 
 from model.step_plan import SamplingParameters
+from service.tokenization import Tokenizer
 
 BOTH = ["/v1/completions", "/v1/chat/completions"]
 
@@ -272,6 +273,29 @@ async def test_number_of_prompts_is_limited(server: Server) -> None:
     assert (await server.complete(prompt=["a"] * 100_000)).error["param"] == "prompt"
     answer = await server.complete(prompt=["a"] * 1024, max_tokens=1)
     assert [choice["index"] for choice in answer.json["choices"]] == list(range(1024))
+
+
+async def test_one_text_that_cannot_fit_spares_the_others_the_encoding(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode_async
+
+    async def noted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(text)
+        return await encode(self, text, **more)
+
+    monkeypatch.setattr("service.tokenization.Tokenizer.encode_async", noted)
+    long = "a b " * MAX_LENGTH
+    answer = await server.complete(prompt=["a", long, *["b"] * 1000], max_tokens=1)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert encoded == ["a", long]
+
+
+async def test_an_echo_alone_takes_a_step_and_its_refusal_says_so(server: Server) -> None:
+    answer = await server.complete(prompt=[5] * MAX_LENGTH, max_tokens=0, echo=True)
+    assert f"({MAX_LENGTH} in the prompt, 1 for the step that an echo takes)" in answer.error["message"]
+    assert (await server.complete(prompt=[5] * (MAX_LENGTH - 1), max_tokens=0, echo=True)).status == 200
 
 
 async def test_a_hopeless_text_is_refused_before_it_is_tokenized(server: Server, monkeypatch: Any) -> None:
