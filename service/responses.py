@@ -31,14 +31,26 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     )
 
 
+class _NumberedEvents:
+    """Writes events, and numbers them."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._next} | fields
+        self._next += 1
+        return named_event(kind, msgspec.json.encode(event))
+
+
 class ResponsesForm:
     """How an answer is written (answers.Form)."""
 
     def __init__(
         self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes, asked: ResponsesBody
     ) -> None:
+        self._event = _NumberedEvents()
         self._items = OutputItems(request_id, self._event)
-        self._number = 0  # of the next event
         self._response: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
@@ -93,11 +105,6 @@ class ResponsesForm:
             self._items.take(part)
         self._items.end(_status_of(generation))
         return msgspec.json.encode(self._ended(generation))
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._number} | fields
-        self._number += 1
-        return named_event(kind, msgspec.json.encode(event))
 
     def _ended(self, generation: Generation) -> dict[str, Any]:
         """The whole response, once the choice is over."""
