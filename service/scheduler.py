@@ -43,8 +43,8 @@ Rules, cited by number below:
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ from mm import (
     SwapOrders,
     Victim,
 )
-from mm.addresses import BoolArray, Int32Array, Int64Array
+from mm.addresses import Int32Array
 from mm.pressure import PressureMeter
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.admission import LOOK_AHEAD, Admission, Chunks, rows_and_counts
@@ -64,9 +64,10 @@ from service.beams import Beams
 from service.committed import Committed
 from service.engine_client import Ended, EndReason, Submit
 from service.groups import Groups
+from service.outcomes import Outcomes, Submitted
 from service.pace import Pace, StepWork
 from service.request import Key, Sequence, State, choices_of
-from service.scores import ScoredChunk, prompt_scores, scored_tokens, scores_of
+from service.scores import scored_tokens
 from service.sequences import Fill, Sequences, row_of
 from service.steady import Steady
 from service.step_chooser import StepChooser
@@ -74,10 +75,6 @@ from service.victims import Victims
 
 if TYPE_CHECKING:
     from service.grammars import Grammar, Matcher
-
-NO_MEMORY = "there was no memory to compute this request"
-NOT_FINITE = "the model produced numbers that are not finite for this request"
-NOTHING_LEFT = "The grammar and the fields that bar tokens have together left none that may come next."
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +92,6 @@ class SchedulerSettings:
     ageing_s: float | None = None  # of waiting make a level of priority (rule 12); None: priorities mean nothing
 
 
-@dataclass(slots=True)
-class _Submitted:
-    """A plan on its way, and whose rows it ran: a row may have changed hands before the result is there."""
-
-    plan: StepPlan
-    epochs: Int64Array  # (S,)
-    steady: Steady | None
-    asking: Int64Array  # places of the rows that report log-probabilities
-    planned_s: float
-    scored: Collection[ScoredChunk] = ()
-    matchers: "list[Matcher]" = field(default_factory=list)  # of the rows plan.masked
-
-
 class Scheduler:
     """Continuous batching over the rows of `memory`."""
 
@@ -121,10 +105,11 @@ class Scheduler:
         self.sequences = Sequences(memory, settings.max_length)
         self._rows = self.sequences.rows
         self._step = 0
-        self._submitted: deque[_Submitted] = deque()
+        self._submitted: deque[Submitted] = deque()
         self._steady: Steady | None = None
         self._groups = Groups(memory, self._rows) if settings.finds_shared_prefixes else None
         self._beams = Beams(self.sequences)
+        self._outcomes = Outcomes(memory, self.sequences, self._beams)
         self._deadlines: list[tuple[float, Key]] = []  # a heap, also of those who have ended before
         self._ended = Committed.nothing()  # what ended outside a commit, for `take_ended`
         self._victims = Victims(memory, self.sequences)
@@ -364,31 +349,31 @@ class Scheduler:
         mine = submitted.epochs[sampled] == state.epoch[all_rows]
         good = mine & ~result.failed[sampled]
         if self._beams.groups:
-            self._take_candidates(submitted, result, sampled[good])
+            self._outcomes.take_candidates(submitted, result, sampled[good])
             good &= ~state.is_beam[all_rows]
         rows, tokens = all_rows[good], result.tokens[sampled[good]]
         state.tokens[rows, state.known[rows]] = tokens
         state.known[rows] += 1
         gaps = now - state.last_token_s[rows]
         state.last_token_s[rows] = now
-        self._publish(submitted, result)
+        self._outcomes.publish(submitted, result)
         for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
             self._rows.at(row).first_token_s = now
         committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps)
         if submitted.scored and not result.lacks_memory:
-            self._score_prompts(committed, submitted, result)
+            self._outcomes.score_prompts(committed, submitted, result)
         if len(submitted.asking) and not result.lacks_memory:
-            self._score_tokens(committed, submitted, result, sampled[good])
+            self._outcomes.score_tokens(committed, submitted, result, sampled[good])
         stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
-        complete = self._complete(submitted)[sampled[good]] if submitted.matchers else None
-        self._end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], complete, now)
+        complete = self._outcomes.complete(submitted)[sampled[good]] if submitted.matchers else None
+        self._outcomes.end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], complete, now)
         if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
             lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
             for place in np.flatnonzero(lost).tolist():
                 row = int(submitted.plan.rows[place])
-                self._fail_row(committed, row, now, lacks_memory=result.is_starved(place))
+                self._outcomes.fail_row(committed, row, now, lacks_memory=result.is_starved(place))
         if not mine.all():
-            self._commit_bereft(committed, submitted, result, sampled[~mine], now)
+            self._outcomes.commit_bereft(committed, submitted, result, sampled[~mine], now)
         if self._beams.groups:
             committed.extend(self._beams.go_on(now))
         return committed
@@ -398,28 +383,6 @@ class Scheduler:
         if sequence.state is State.CHOICE:
             return self._beams.end_choice(sequence, reason, now, output=facts.get("output", 0))
         return self.sequences.end(sequence, reason, now, **facts)
-
-    def _fail_row(self, committed: Committed, row: int, now: float, *, lacks_memory: bool) -> None:
-        """A row has failed: its Sequence ends, or its whole search."""
-        sequence = self._rows.sequences[row]
-        if sequence is None:
-            return  # another beam of its search has failed before it
-        if sequence.group is not None:
-            self._beams.fail(sequence.group, NO_MEMORY if lacks_memory else NOT_FINITE, now, committed)
-        else:
-            committed.ended.append((sequence, self._end_failed(sequence, now, lacks_memory=lacks_memory)))
-
-    def _end_failed(self, sequence: Sequence, now: float, *, lacks_memory: bool) -> Ended:
-        """End one whose row has failed: no memory, numbers that are not finite, or by its grammar no token can come."""
-        if lacks_memory:
-            return self.end(sequence, "error", now, message=NO_MEMORY)
-        error = "" if sequence.matcher is None else sequence.matcher.error
-        if error:
-            message = f"The output cannot go on in its grammar: {error}."
-            return self.end(sequence, "error", now, message=message, is_refused=True)
-        if sequence.matcher is not None and sequence.sampling.bars_tokens:
-            return self.end(sequence, "error", now, message=NOTHING_LEFT, is_refused=True)
-        return self.end(sequence, "error", now, message=NOT_FINITE)
 
     # --- ends that no step brings
 
@@ -482,82 +445,24 @@ class Scheduler:
         self._step += 1
         self.sequences.shares.decode(steady.rows)
         matchers = self._submitted[-1].matchers if self._submitted else self._matchers_of(plan)
-        self._submitted.append(_Submitted(plan, steady.epochs, steady, steady.asking, now, matchers=matchers))
+        self._submitted.append(Submitted(plan, steady.epochs, steady, steady.asking, now, matchers=matchers))
         return plan
 
-    def _commit_steady(self, submitted: _Submitted, steady: Steady, result: StepResult, now: float) -> Committed:
+    def _commit_steady(self, submitted: Submitted, steady: Steady, result: StepResult, now: float) -> Committed:
         """`commit` for rows that have all been committed in the step before too: nobody is new, nobody has left."""
         committed, stopped, full = steady.commit(result.tokens, result.logprobs, self._rows, self.memory, now)
-        complete = self._complete(submitted) if submitted.matchers else None
+        complete = self._outcomes.complete(submitted) if submitted.matchers else None
         if stopped is not None and full is not None:
-            self._end_rows(committed, steady.rows, stopped, full, complete, now)
+            self._outcomes.end_rows(committed, steady.rows, stopped, full, complete, now)
         elif complete is not None and complete.any():
             nobody = np.zeros(len(complete), np.bool_)
-            self._end_rows(committed, steady.rows, nobody, nobody, complete, now)
+            self._outcomes.end_rows(committed, steady.rows, nobody, nobody, complete, now)
         return committed
-
-    def _complete(self, submitted: _Submitted) -> BoolArray:
-        """(S,) of a step's rows: whether nothing can follow in the row's grammar."""
-        complete = np.zeros(len(submitted.plan.rows), np.bool_)
-        complete[submitted.plan.masked] = [matcher.is_complete for matcher in submitted.matchers]
-        return complete
 
     def _matchers_of(self, plan: StepPlan) -> "list[Matcher]":
         rows = () if plan.masked is None else plan.rows[plan.masked].tolist()
         matchers = [self._rows.at(row).matcher for row in rows]
         return [matcher for matcher in matchers if matcher is not None]
-
-    # --- what a step brought
-
-    def _take_candidates(self, submitted: _Submitted, result: StepResult, places: Int64Array) -> None:
-        """Beams get their likeliest next tokens. places: of the rows that sampled and are still the same."""
-        rows = submitted.plan.rows[places]
-        for place in places[self._rows.is_beam[rows]].tolist():
-            assert result.logprobs is not None
-            beam = self._rows.at(int(submitted.plan.rows[place]))
-            self._beams.take(beam, result.logprobs, int(np.searchsorted(submitted.asking, place)))
-
-    def _score_tokens(
-        self, committed: Committed, submitted: _Submitted, result: StepResult, places: Int64Array
-    ) -> None:
-        """The scores of the committed tokens whose rows ask for some. places (N,): of those tokens in the plan."""
-        assert result.logprobs is not None
-        where = np.flatnonzero(np.isin(places, submitted.asking))
-        if len(where):
-            found = result.logprobs.take(np.searchsorted(submitted.asking, places[where]))
-            likeliest = self._rows.logprobs[submitted.plan.rows[places[where]]].tolist()
-            committed.scores = dict(zip(where.tolist(), scores_of(found, likeliest), strict=True))
-
-    def _score_prompts(self, committed: Committed, submitted: _Submitted, result: StepResult) -> None:
-        assert result.scored is not None
-        failed = [bool(result.failed[chunk.place]) for chunk in submitted.scored]
-        committed.prompt_scores = prompt_scores(submitted.scored, result.scored, failed)
-
-    def _publish(self, submitted: _Submitted, result: StepResult) -> None:
-        """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""
-        plan = submitted.plan
-        good = (submitted.epochs == self._rows.epoch[plan.rows]) & ~result.failed
-        good &= self.memory.tables.barred[plan.rows] == 0  # pages on their way to swap are published when they are back
-        self.memory.publish(plan.rows[good], plan.lengths[good], self._rows.tokens)
-
-    def _end_rows(
-        self,
-        committed: Committed,
-        rows: Int32Array,
-        stopped: BoolArray,
-        full: BoolArray,
-        complete: BoolArray | None,
-        now: float,
-    ) -> None:
-        """End the Sequences of `rows` that sampled an end token, have all that their grammar admits, or are as long as
-        they may be.
-        """
-        over = stopped if complete is None else stopped | complete
-        for i in (over | full).nonzero()[0].tolist():
-            sequence = self._rows.at(int(rows[i]))
-            reason: EndReason = "stop" if over[i] else "length"
-            token = int(committed.tokens[i]) if stopped[i] else -1
-            committed.ended.append((sequence, self.end(sequence, reason, now, end_token=token)))
 
     # --- what a step is made of
 
@@ -641,32 +546,10 @@ class Scheduler:
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
         asking = (samples & (state.logprobs[rows] >= 0)).nonzero()[0]
-        self._submitted.append(_Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
+        self._submitted.append(Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
         return plan
 
     def _history(self, sequence: Sequence) -> Int32Array:
         """All its tokens, if its sampling parameters look back at them."""
         row = row_of(sequence)
         return self._rows.tokens[row, : self._rows.known[row] if sequence.sampling.needs_history else 0].copy()
-
-    def _commit_bereft(
-        self, committed: Committed, submitted: _Submitted, result: StepResult, places: Int64Array, now: float
-    ) -> None:
-        """Add the tokens of Sequences that were preempted while this step was on its way; other tokens are junk."""
-        for place in places.tolist():
-            sequence = self.sequences.claim(int(submitted.plan.rows[place]), int(submitted.epochs[place]))
-            if sequence is None:
-                continue
-            if result.failed[place]:
-                failed = self._end_failed(sequence, now, lacks_memory=result.is_starved(place))
-                committed.ended.append((sequence, failed))
-                continue
-            token, scores = int(result.tokens[place]), None
-            if sequence.sampling.logprobs >= 0:
-                assert result.logprobs is not None
-                found = result.logprobs.take(np.searchsorted(submitted.asking, [place]))
-                scores = scores_of(found, [sequence.sampling.logprobs])[0]
-            committed.add(sequence, [token], scores)
-            if reason := self.sequences.give(sequence, token, now):
-                end_token = token if token in sequence.end_ids else -1
-                committed.ended.append((sequence, self.end(sequence, reason, now, end_token=end_token)))
