@@ -272,6 +272,8 @@ def _frames_in(
     one = frame_bytes(config, parameters.embedding.dtype, page_size)
     if size_bytes < one:
         raise ConfigurationError(f"{setting} is {size_bytes}: one frame takes {one}")
+    if size_bytes // one * page_size < 2:
+        raise ConfigurationError(f"{setting} is {size_bytes}: that is one token, and a request has two at least")
     return size_bytes // one
 
 

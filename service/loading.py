@@ -183,7 +183,7 @@ async def warm_up(loaded: Loaded) -> None:
     limits = loaded.assembly.client.limits
     vocabulary, longest = limits.vocabulary, limits.request_tokens(DEFAULT_TENANT)
     prompt = [position % vocabulary for position in range(1, min(64, longest - 2))]
-    await generate(loaded, prompt or [0], 2)
+    await generate(loaded, prompt or [0], min(2, longest - 1))
 
 
 async def generate(loaded: Loaded, prompt_ids: list[int], max_tokens: int) -> list[int]:

@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "auto"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), About("Model", "of the random weights of --load-format dummy")] = 0
     max_model_len: Annotated[
-        Positive | None,
+        Annotated[int, Meta(ge=2)] | None,
         About("Model", "longest prompt + output in tokens; auto: what the model was made for", "TOKENS", auto=True),
     ] = None
     model_cache: Annotated[
@@ -94,7 +94,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "auto"
     )
     threads: Annotated[
-        Positive | None,
+        Annotated[int, Meta(ge=1, le=1024)] | None,
         About("Device and memory", "threads that compute on the CPU; auto: the cores this process may use", auto=True),
     ] = None
     cpu_kernels: Annotated[

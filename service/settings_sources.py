@@ -5,6 +5,7 @@ come from the file alone.
 """
 
 import argparse
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -204,6 +205,7 @@ def _convert(field: Field, value: Any, origin: Origin) -> Any:
     if field.about.auto and value == "auto":
         return None
     try:
+        _check_text(value)
         if field.about.size and isinstance(value, str):
             value = parse_size(value)
         elif is_text and isinstance(value, str):
@@ -217,9 +219,16 @@ def _convert(field: Field, value: Any, origin: Origin) -> Any:
         shown = (
             ""
             if field.name in SECRETS
-            else f", got {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+            else f", got {value if isinstance(value, str) else json.dumps(value, default=str)}"
         )
         raise SettingsError(f"{where}: {_reason(field, str(error))}{shown}") from None
+
+
+def _check_text(value: Any) -> None:
+    """Raises ValueError for what answers and the system could not take: arguments may be any bytes."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and ("\0" in text or text != text.encode("utf-8", "replace").decode()):
+            raise ValueError("must be text in UTF-8")
 
 
 def _number_or_text(field: Field, text: str) -> Any:

@@ -1,11 +1,19 @@
 """What can go wrong while a model loads, as the person who started the server is told."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
+from real_house import real_house
+from tiny_model import write_tiny_model
 
 from cuda.errors import UnsupportedDevice, driver_error
 from model.errors import BadCheckpoint, OutOfDeviceMemory
-from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures
+from service.errors import ConfigurationError
+from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures, load
+from service.metrics import Metrics
+from service.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -35,3 +43,19 @@ def test_what_is_not_ours_is_one_line_with_a_code(error: Exception, code: int) -
 def test_a_fault_of_ours_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="no such attribute"), _failures("load the model"):
         raise RuntimeError("no such attribute")
+
+
+async def test_the_shortest_context_there_is_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with real_house(monkeypatch, write_tiny_model(tmp_path), max_model_len=2) as house:
+        answer = await house.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
+        assert answer["usage"]["total_tokens"] == 2
+
+
+async def test_a_pool_of_one_token_is_refused_by_the_setting_s_name(tmp_path: Path) -> None:
+    settings = Settings(model=str(write_tiny_model(tmp_path)), load_format="dummy", dtype="float32", page_size=1)
+    frame = msgspec.structs.replace(settings, kv_cache_memory_bytes=1)
+    with pytest.raises(ConfigurationError, match="one frame takes") as caught:
+        await load(frame, Metrics("0"))
+    one = int(str(caught.value).rsplit(" ", 1)[1])
+    with pytest.raises(ConfigurationError, match="that is one token"):
+        await load(msgspec.structs.replace(settings, kv_cache_memory_bytes=one), Metrics("0"))
