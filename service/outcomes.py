@@ -77,9 +77,8 @@ class Outcomes:
         """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""
         plan = submitted.plan
         good = (submitted.epochs == self._rows.epoch[plan.rows]) & ~result.failed
-        good &= (
-            self._memory.tables.barred[plan.rows] == 0
-        )  # pages on their way to swap are published when they are back
+        # pages on their way to swap are published when they are back
+        good &= self._memory.tables.barred[plan.rows] == 0
         self._memory.publish(plan.rows[good], plan.lengths[good], self._rows.tokens)
 
     def end_rows(
