@@ -99,17 +99,7 @@ def assemble(
     memory = _memory(settings, executor, sizes, frames, slots)
     scheduler = Scheduler(memory, _bounds_of_steps(settings, sizes, max_length, executor, on_gpu=on_gpu))
     rates = RateLimits({name: each.rate_limit for name, each in settings.tenants.items()}, time.monotonic)
-    limits = Limits(
-        max_model_len=max_length,
-        max_request_tokens=memory.max_tokens_of(None),
-        tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
-        rated_tenants=rates.tenants,
-        max_queue_requests=settings.max_queue_requests,
-        max_queue_tokens=settings.max_queue_tokens,
-        vocabulary=config.vocabulary,
-        takes_priority=settings.scheduling_policy == "priority",
-        max_running=sizes.running,
-    )
+    limits = _request_limits(settings, sizes, memory, rates, max_length=max_length, vocabulary=config.vocabulary)
     engine = Engine(scheduler, executor, limits, observer, step_timeout_s=settings.step_timeout_s, rates=rates)
     client = EngineClient(engine)
     engine.connect(0, client)
@@ -215,6 +205,22 @@ def _bounds_of_steps(
         most_overtaken=settings.max_overtakes,
         max_gap_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1e3,
         step_sizes=executor.step_sizes,
+    )
+
+
+def _request_limits(
+    settings: Settings, sizes: _Sizes, memory: MemoryManager, rates: RateLimits, *, max_length: int, vocabulary: int
+) -> Limits:
+    return Limits(
+        max_model_len=max_length,
+        max_request_tokens=memory.max_tokens_of(None),
+        tenant_request_tokens={name: memory.max_tokens_of(name) for name in settings.tenants},
+        rated_tenants=rates.tenants,
+        max_queue_requests=settings.max_queue_requests,
+        max_queue_tokens=settings.max_queue_tokens,
+        vocabulary=vocabulary,
+        takes_priority=settings.scheduling_policy == "priority",
+        max_running=sizes.running,
     )
 
 
