@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
@@ -58,7 +59,10 @@ def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Applicatio
     app = web.Application(middlewares=[answer_every_request], client_max_size=front_end.settings.body_limit_bytes)
     app[FRONT_END] = front_end
     access: dict[web.AbstractResource, Access] = {}
-    for method, path, handler, who in routes:
+    for method, template, handler, who in routes:
+        path = re.sub(
+            r"\{(\w+)\}", r"{\1:[^/]+}", template
+        )  # names may have braces, which aiohttp's own would not take
         route = app.router.add_route(method, path, handler, expect_handler=answer_expect)
         if method == "GET":
             app.router.add_route("HEAD", path, handler, expect_handler=answer_expect)

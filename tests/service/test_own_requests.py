@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from http_events import named_events
@@ -52,6 +53,18 @@ async def test_each_key_sees_its_own(house: Server) -> None:
         assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
     await end_all(house, *tasks)
     assert await listed(house, MINE) == []
+
+
+@pytest.mark.parametrize("name", ["{a}", "a}{", "a/{b}", "..", "?#%25&;=+", "[^`|]\\", "a.txt"])
+async def test_every_id_that_a_request_may_have_finds_it(house: Server, name: str) -> None:
+    task = running(house, name, MINE)
+    await house.until(lambda: len(house.engine.lines) == 1)
+    url = URL(f"{house.url}/v1/requests/{quote(name, safe='')}", encoded=True)
+    async with house.session.get(url, headers=MINE) as response:
+        assert (response.status, (await response.json())["id"]) == (200, name)
+    async with house.session.delete(url, headers=MINE) as response:
+        assert await response.json() == {"id": name, "object": "request", "aborted": True}
+    assert (await task).status == 503
 
 
 @pytest.mark.parametrize("name", ["a", "cmpl-a"])
