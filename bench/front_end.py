@@ -168,7 +168,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], di
 
     def hello(number: int) -> Hello:
         port, admin = (addresses([(each.family, each.getsockname())]) for each in held)
-        return Hello(number, ApiSettings(version="bench"), port, admin, "warning", "console", 60.0)
+        return Hello(number, ApiSettings(version="bench"), {}, port, admin, "warning", "console", 60.0)
 
     front_ends = FrontEnds(hello, options.front_ends, Answers(), HttpCounts())
     facts = ModelFacts((files.name,), files.root, 1, (2,), SamplingParameters(), "none", 0)
