@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
 from service import admin_text
@@ -45,14 +45,22 @@ class AdminClient:
     def __init__(self, url: str, key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigurationError(f"--url {url}: it must begin with http:// or https://")
+        try:
+            urlsplit(url).port  # noqa: B018 - looks at it
+        except ValueError as error:
+            raise ConfigurationError(f"--url {url}: {error}") from None
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigurationError("the key must be printable ASCII")
         self._base = url.rstrip("/").removesuffix("/admin/v1") + "/admin/v1/"
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def facts(self, view: str, **query: Any) -> dict[str, Any]:
         """A view. Raises Unreachable."""
         with self._open(view, query, ANSWER_S) as response, self._reading():
-            found: dict[str, Any] = json.load(response)
-            return found
+            found: Any = json.load(response)
+        if not isinstance(found, dict) or "ts" not in found:
+            raise Unreachable(f"{self._base} is not the admin endpoint of a Pagewalk server")
+        return found
 
     def text(self, view: str, **query: Any) -> str:
         """A view as text. Raises Unreachable."""

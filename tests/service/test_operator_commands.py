@@ -91,6 +91,9 @@ async def test_failures_are_one_line(house: RealHouse, capsys: Captured, monkeyp
         ("ps", "--key", "wrong"): 1,
         ("ps", "--url", "http://127.0.0.1:9"): 1,
         ("ps", "--url", "127.0.0.1:8001"): 2,
+        ("ps", "--url", "http://["): 2,
+        ("ps", "--url", "http://127.0.0.1:99999"): 2,
+        ("ps", "--key", "a\nb"): 2,
         ("ps", "--limit", "0"): 1,
         ("ps", "--lunch"): 2,
         ("maps",): 2,
@@ -103,6 +106,7 @@ async def test_failures_are_one_line(house: RealHouse, capsys: Captured, monkeyp
 
 
 SHORT = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
+OTHERS = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) for body in (b"{}", b"[]", b"null")]
 BROKEN_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: {\n\n"
 
 
@@ -113,9 +117,16 @@ BROKEN_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata:
         (("ps", "--json"), SHORT),
         (("top", "--once"), BROKEN_CHUNK),
         (("trace", "--follow"), BROKEN_CHUNK),
+        *(
+            ((command, *more), other)
+            for command, *more in (("audit",), ("ps", "--json"), ("top", "--once"))
+            for other in OTHERS
+        ),
     ],
 )
-def test_an_answer_that_breaks_off_is_one_line(arguments: tuple[str, ...], answer: bytes, capsys: Captured) -> None:
+def test_an_answer_that_breaks_off_or_is_another_s_is_one_line(
+    arguments: tuple[str, ...], answer: bytes, capsys: Captured
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -130,7 +141,8 @@ def test_an_answer_that_breaks_off_is_one_line(arguments: tuple[str, ...], answe
         thread.join()
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"pagewalk: error: .+ broke off its answer: .+\n", err)
+    is_whole = answer in OTHERS
+    assert re.fullmatch(rf"pagewalk: error: .+ {'is not the admin' if is_whole else 'broke off its answer: '}.+\n", err)
 
 
 def test_what_does_not_balance_is_told_by_the_exit_code(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
