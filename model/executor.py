@@ -39,7 +39,7 @@ class Executor(Protocol):
     step_sizes: tuple[int, ...]
     """Tokens of a step with prefill: counts above the first that it is best cut to; ascending."""
 
-    polls: int  # times a waiting caller polls `Ticket.is_done` before it lets a thread wait; 0 where steps take long
+    polls: int  # times one who waits for a step, or for a message, polls before it sleeps; 0 where steps take long
 
     @property
     def device_memory(self) -> DeviceMemory | None:

@@ -54,7 +54,6 @@ from service.page_copying import PageCopying
 from service.questions import FindParent, Fork, Forked, Parent
 from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
-from service.rehearsal import Rehearsal
 from service.request import Sequence
 from service.scheduler import Scheduler
 from service.sequences import Fill
@@ -73,9 +72,6 @@ READ_AT_ONCE = 128
 """Requests that a step reads. One costs 0.1 ms to take in: where a thousand come at once, the device computes for the
 first while the others are read.
 """
-
-REHEARSAL_TURNS = 400
-"""Of the loop, 2 ms or so, between two rehearsals: one takes 0.2 ms, and who comes meanwhile waits for its end."""
 
 END_COST = 1 / 8
 """What a message that ends a request costs to read, beside one that begins one. Counted in full, clients that leave by
@@ -160,7 +156,6 @@ class Engine:
         self._between_steps = BetweenSteps(self._wake.set)
         self._is_idle = asyncio.Event()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
-        self._rehearsal = Rehearsal(scheduler.settings)
         self._state: EngineState = "loading"
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
@@ -318,11 +313,9 @@ class Engine:
         """
         if not self.held:
             self._is_idle.set()
-        for turn in range(self.executor.polls):
+        for _ in range(self.executor.polls):
             if self._wake.is_set():
                 break
-            if turn % REHEARSAL_TURNS == 0:
-                self._rehearsal.run(self._clock())
             await asyncio.sleep(0)
         if not await self._woken_within(QUIET_S):
             while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work

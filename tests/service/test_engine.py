@@ -31,7 +31,6 @@ from service.engine_client import (
     TokenBatch,
 )
 from service.errors import Draining, EngineDead, Loading, QueueFull
-from service.rehearsal import Rehearsal
 from service.request import Sequence
 from service.scheduler import Scheduler, SchedulerSettings
 from service.token_stream import TokenStream
@@ -143,18 +142,6 @@ async def test_an_engine_that_polls_for_steps_polls_for_messages_before_it_sleep
             await asyncio.sleep(0)
         assert turns > 5
         house.task.cancel()
-
-
-async def test_an_engine_rehearses_while_it_polls_and_computes_nothing_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: list[float] = []
-    monkeypatch.setattr(Rehearsal, "run", lambda self, now: rehearsed.append(now))
-    monkeypatch.setattr(SimulatedExecutor, "polls", 3)
-    monkeypatch.setattr("service.engine.REHEARSAL_TURNS", 2)
-    async with running() as house:
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(rehearsed) == 2
-        assert not house.executor.plans
 
 
 async def test_a_first_token_reaches_its_handler_before_a_further_step_is_planned() -> None:
