@@ -134,7 +134,7 @@ class CudaExecutor:
             report.ended("memory")
             loader.finish(lambda done, total: report.progress("kernels", done, total))
             report.ended("kernels")
-            self._warm_up(max_running)
+            self._warm_up(max_running, parameters)
             report.ended("first step")
             self._graph_memory: Any = torch.cuda.graph_pool_handle()  # one for all graphs: only one runs at a time
             reads_shared = self._program.kernels.shared_prefix is not None
@@ -244,12 +244,13 @@ class CudaExecutor:
             return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
         return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences, weighs=True)
 
-    def _warm_up(self, max_running: int) -> None:
-        """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace."""
+    def _warm_up(self, max_running: int, parameters: Parameters) -> None:
+        """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace, and kernels."""
         program, stream = self._program, self._raw_stream
         program.run(CudaStep(stream, max_running, max_running, decodes=max_running, prefill_blocks=0))
         blocks = program.kernels.prefill_blocks(program.max_tokens, max_running)
         program.run(CudaStep(stream, max_running, program.max_tokens, decodes=0, prefill_blocks=blocks))
+        program.kernels.load_products(parameters)
         self.stream.synchronize()
 
     def _captured(self, size: GraphSize) -> Graph | None:

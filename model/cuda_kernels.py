@@ -116,6 +116,19 @@ class CudaKernels(Kernels[CudaStep]):
     def prepare(self, parameters: Parameters) -> None:
         """cuBLAS takes weights as they are."""
 
+    def load_products(self, parameters: Parameters) -> None:
+        """Multiply any rows by one layer's matrices and the head, as many as steps have. cuBLAS loads a kernel when it
+        is used for the first time, which needs memory of the device that may be another's later.
+        """
+        layer, tokens = parameters.layers[0], self._state.max_tokens
+        inputs = [(layer.qkv, self._normed), (layer.output, self._mixed), (layer.gate_up, self._normed)]
+        inputs.append((layer.down, self._gated))
+        for rows in (1, 2, 4, 8, *range(16, min(512, tokens), 16), *range(512, tokens, 128), tokens):
+            for linear, rows_in in inputs:
+                self.linear(rows_in[:rows], linear)
+            if rows <= self._state.max_sequences:
+                self.logits_at(self._normed, parameters, self._in_order[:rows])
+
     def embed(self, embedding: Tensor, step: CudaStep) -> Tensor:
         if (thin := self._thin_for(step.tokens)) is not None:
             return thin.embed(step.stream, embedding, step.tokens)

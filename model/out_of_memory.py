@@ -1,7 +1,7 @@
 """What every allocator says when it has no memory, in one place; and how work is made smaller where that helps.
 
     torch, CPU     RuntimeError, by its words           torch, GPU    torch.OutOfMemoryError
-    numpy, Python  MemoryError (CuPy's is one, too)     cuBLAS        RuntimeError, by its words
+    numpy, Python  MemoryError (CuPy's is one, too)     cuBLAS        RuntimeError, by its words (more: below)
     the driver     cuda.errors.OutOfDriverMemory, a MemoryError; asked by torch or CuPy: RuntimeError, by its words
 
 Such a refusal leaves the device and the process as they were, unlike any other error of theirs: whoever asked for less
@@ -16,13 +16,16 @@ import torch
 T = TypeVar("T")
 
 WORDS = ("allocate memory", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+UNLOADED = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUBLAS_STATUS_INTERNAL_ERROR", "CUBLAS_STATUS_EXECUTION_FAILED")
+"""What cuBLAS says when it could not load a kernel onto a full device. It says so of a broken device, too: then what is
+launched next raises what is wrong with it, so whoever tries something else finds out."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator, of the host or of a device, has said that there is no memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS + UNLOADED)
 
 
 def in_parts(work: Callable[[slice], T], begin: int, end: int) -> list[T]:

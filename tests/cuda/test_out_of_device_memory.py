@@ -55,6 +55,9 @@ def fails_at(launches: set[int], monkeypatch: pytest.MonkeyPatch, executor: Prog
         torch.OutOfMemoryError("CUDA out of memory."),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb, m, n, k)`"
+        ),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
         driver_error("launch of scan", 2, "CUDA_ERROR_OUT_OF_MEMORY"),
     ],
