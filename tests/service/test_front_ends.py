@@ -60,10 +60,25 @@ def shared(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     process.stop()
 
 
+@pytest.fixture(scope="module")
+def survivor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = started(model, tmp_path_factory.mktemp("survivor"), 2, "--step-timeout", "1")
+    yield process
+    process.stop()
+
+
 @pytest.fixture
-def server(model: Path, tmp_path: Path) -> Iterator[Process]:
+def server(survivor: Process) -> Process:
+    """A server with two front ends that recovers from what tests do to it, so that the next one finds it whole."""
+    assert survivor.status("/ready") == 200
+    assert len(survivor.front_ends()) == survivor.listening() == 2
+    return survivor
+
+
+@pytest.fixture
+def doomed(model: Path, tmp_path: Path) -> Iterator[Process]:
     """A server with two front ends, for one test."""
-    process = started(model, tmp_path, 2, "--step-timeout", "1")
+    process = started(model, tmp_path, 2)
     yield process
     process.stop()
 
@@ -217,7 +232,8 @@ def test_a_stream_is_forked_from_whatever_process_it_is_asked(shared: Process) -
 
 
 def test_a_request_is_saved_and_restored_from_whatever_process_it_is_asked(shared: Process) -> None:
-    body = {"prompt": "the", "stream": True, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+    asked_tokens = 800
+    body = {"prompt": "the", "stream": True, "max_tokens": asked_tokens, "ignore_eos": True, "temperature": 0}
     stream = shared.open("POST", "/v1/completions", body | {"request_id": "saved", "return_token_ids": True})
     stream.readline()
     headers = {"Authorization": "Bearer root"}
@@ -232,7 +248,7 @@ def test_a_request_is_saved_and_restored_from_whatever_process_it_is_asked(share
         answer = json.loads(shared.ask("POST", "/admin/v1/restore", asked, headers))
         (choice,) = answer["choices"]
         known = len(choice["token_ids"])
-        assert known == 3000 - answer["restored_tokens"]
+        assert known == asked_tokens - answer["restored_tokens"]
         assert choice["token_ids"] == tokens[len(tokens) - known :]
     shared.until(lambda: shared.gauge("vllm:num_requests_running") == 0)
 
@@ -272,7 +288,7 @@ def test_leaving_cancels_whatever_process_streams(shared: Process) -> None:
 def test_a_drain_lets_streams_of_all_front_ends_end(either: Process) -> None:
     """503 for what is new, the end for what runs, then exit code 0 and no process left."""
     pids = either.front_ends()
-    streams = list(either.streams_of_all(2000).values()) if pids else [either.stream(2000)]
+    streams = list(either.streams_of_all(1000).values()) if pids else [either.stream(1000)]
     either.process.send_signal(signal.SIGTERM)
     either.until(lambda: either.status("/ready") == 503)
     refused = either.open("POST", "/v1/completions", {"prompt": "the"})
@@ -334,13 +350,13 @@ def replaced(server: Process, dead: int) -> Callable[[], bool]:
 
 def test_a_front_end_that_is_killed_loses_its_own_streams_only(server: Process) -> None:
     """The others go on; its Sequences are cancelled; another takes its place; counts do not fall."""
-    streams = server.streams_of_all(4000)
-    dead, other = streams
-    completions = 'pagewalk_http_requests_total{method="GET",route="/version",status="200"}'
+    versions = 'pagewalk_http_requests_total{method="GET",route="/version",status="200"}'
     for _ in range(8):
         server.ask("GET", "/version")
-    assert server.metrics()[completions] == 8
+    assert server.metrics()[versions] == 8
     time.sleep(1.2)  # longer than between two reports: what is counted by then is not lost
+    streams = server.streams_of_all(1000)
+    dead, other = streams
     os.kill(dead, signal.SIGKILL)
     assert not rest(streams[dead])[1]
     text, is_whole = rest(streams[other])
@@ -350,10 +366,10 @@ def test_a_front_end_that_is_killed_loses_its_own_streams_only(server: Process) 
     server.until(lambda: server.gauge("vllm:num_requests_running") == 0)
     found = server.metrics()
     assert found['pagewalk_kv_frames{state="active"}'] == 0
-    assert found[completions] == 8
+    assert found[versions] == 8
     assert len(server.streams_of_all(5)) == 2, "the new one serves"
-    (line,) = [line for line in server.log() if "another takes its place" in line["event"]]
-    assert (line["pid"], line["code"]) == (dead, -signal.SIGKILL)
+    lines = [line for line in server.log() if "another takes its place" in line["event"]]
+    assert [line["code"] for line in lines if line["pid"] == dead] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize("content", [None, "", "two words\n"], ids=["gone", "empty", "broken"])
@@ -439,10 +455,10 @@ def test_nobody_is_told_that_the_model_loads_while_a_front_end_is_replaced(serve
     assert set(statuses) == {200}
 
 
-def test_a_killed_engine_ends_every_stream_with_an_error_event(server: Process) -> None:
+def test_a_killed_engine_ends_every_stream_with_an_error_event(doomed: Process) -> None:
     """C06, C40: kill -9 of the engine's process. Nothing of it stays behind."""
-    streams = server.streams_of_all(LONG)
-    server.process.kill()
+    streams = doomed.streams_of_all(LONG)
+    doomed.process.kill()
     for stream in streams.values():
         text, is_whole = rest(stream)
         assert is_whole
@@ -450,7 +466,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_event(server: Process) 
         told = json.loads(error.removeprefix("data: "))["error"]
         assert (told["code"], told["type"]) == (503, "ServiceUnavailableError")
         assert (done, end) == ("data: [DONE]", "")
-    assert server.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert doomed.process.wait(PATIENCE_S) == -signal.SIGKILL
     deadline = time.monotonic() + PATIENCE_S
     while any(is_running(pid) for pid in streams):
         assert time.monotonic() < deadline
