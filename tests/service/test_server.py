@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import Command, Ended, run_all
 from server_process import PATIENCE_S, Process
 from simulated_executor import SimulatedExecutor
 from simulated_server import simulated
@@ -87,7 +88,7 @@ def test_a_server_from_start_to_stop(start: Start) -> None:
     metrics = server.ask("GET", "/metrics")
     assert re.search(r'vllm:num_requests_running\{engine="0",model_name="tiny-model\d*"\} 0\.0', metrics)
 
-    stream = server.stream(3000)
+    stream = server.stream(1000)
     stream.readline()
     server.process.send_signal(signal.SIGTERM)
     server.until(lambda: server.status("/ready") == 503)
@@ -150,28 +151,37 @@ def test_a_port_that_is_taken(flag: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["serve", "--port", "x"], 2, "--port: must be a whole number"),
-        (["serve", "--nonsense"], 2, "--nonsense is no flag"),
-        (["serve", "--port", "0", "--admin-port", "0", "--host", "192.0.2.1"], 2, "cannot listen on 192.0.2.1:0"),
-        (["check", "--chat-template", "/nowhere"], 2, "--chat-template /nowhere cannot be read"),
-        (["check", "/nowhere"], 3, "/nowhere"),
-        (["check", "{empty}"], 3, "config.json"),
-        (["check", "{model}", "--load-format", "auto"], 3, "safetensors"),
-        (["check", "{model}", "--load-format", "dummy", "--tokenizer", "{empty}"], 3, "tokenizer.json"),
-        (["check", "{model}", "--load-format", "dummy", "--max-model-len", "200000"], 2, "200000"),
-        (["check", "{model}", "--load-format", "dummy", "--kv-cache-memory-bytes", "1"], 2, "kv_cache_memory_bytes"),
-        (["check", "{model}", "--load-format", "dummy", "--swap-memory-bytes", "999TiB"], 2, "bytes of memory here"),
-        (["check", "{model}", "--load-format", "dummy", "--dtype", "float16", "--cpu-kernels", "native"], 2, "float16"),
-        (["check", "{model}", "--load-format", "dummy", "--device", "cuda"], 2, "PyTorch sees no GPU"),
-    ],
-)
-def test_a_start_that_cannot_work(arguments: list[str], code: int, words: str, model: Path, tmp_path: Path) -> None:
+CANNOT_WORK = [
+    (["serve", "--port", "x"], 2, "--port: must be a whole number"),
+    (["serve", "--nonsense"], 2, "--nonsense is no flag"),
+    (["serve", "--port", "0", "--admin-port", "0", "--host", "192.0.2.1"], 2, "cannot listen on 192.0.2.1:0"),
+    (["check", "--chat-template", "/nowhere"], 2, "--chat-template /nowhere cannot be read"),
+    (["check", "/nowhere"], 3, "/nowhere"),
+    (["check", "{empty}"], 3, "config.json"),
+    (["check", "{model}", "--load-format", "auto"], 3, "safetensors"),
+    (["check", "{model}", "--load-format", "dummy", "--tokenizer", "{empty}"], 3, "tokenizer.json"),
+    (["check", "{model}", "--load-format", "dummy", "--max-model-len", "200000"], 2, "200000"),
+    (["check", "{model}", "--load-format", "dummy", "--kv-cache-memory-bytes", "1"], 2, "kv_cache_memory_bytes"),
+    (["check", "{model}", "--load-format", "dummy", "--swap-memory-bytes", "999TiB"], 2, "bytes of memory here"),
+    (["check", "{model}", "--load-format", "dummy", "--dtype", "float16", "--cpu-kernels", "native"], 2, "float16"),
+    (["check", "{model}", "--load-format", "dummy", "--device", "cuda"], 2, "PyTorch sees no GPU"),
+]
+"""Arguments, the exit code, and what the line says."""
+
+
+@pytest.fixture(scope="module")
+def cannot_work(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """How each of CANNOT_WORK ended."""
+    empty = tmp_path_factory.mktemp("empty")
+    filled = [[argument.format(model=model, empty=empty) for argument in arguments] for arguments, _, _ in CANNOT_WORK]
+    return run_all([Command(arguments) for arguments in filled], tmp_path_factory.mktemp("cannot-work"))
+
+
+@pytest.mark.parametrize("number", range(len(CANNOT_WORK)), ids=[" ".join(row[0]) for row in CANNOT_WORK])
+def test_a_start_that_cannot_work(number: int, cannot_work: list[Ended]) -> None:
     """C42: each ends with a code that scripts can tell, and with one line that says what is wrong."""
-    filled = [argument.format(model=model, empty=tmp_path) for argument in arguments]
-    result = run(*filled)
+    _, code, words = CANNOT_WORK[number]
+    result = cannot_work[number]
     *_, last = result.stderr.splitlines()
     assert (result.returncode, last.startswith("pagewalk: error: ")) == (code, True), result.stderr
     assert words in last
@@ -186,23 +196,25 @@ def test_check_says_that_a_model_works(model: Path) -> None:
     )
 
 
-def test_without_a_compiler_the_torch_kernels_serve_and_the_log_says_so(model: Path) -> None:
+def test_without_a_compiler_the_torch_kernels_serve_and_the_log_says_so(model: Path, tmp_path: Path) -> None:
     """Unless the kernels were asked for by name: then it is an error. Nothing is said where torch's were asked for."""
     tiny = ("check", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "1MiB", "--log-format", "json")
-    result = run(*tiny, CXX="/missing/g++")
-    assert result.returncode == 0, result.stderr
-    assert "torch kernels" in result.stdout
-    (warning,) = [line for line in map(json.loads, result.stderr.splitlines()) if line["level"] == "warning"]
+    flags: list[tuple[str, ...]] = [(), ("--cpu-kernels", "torch"), ("--cpu-kernels", "native")]
+    commands = [Command(tiny + more, {"CXX": "/missing/g++"}) for more in flags]
+    unasked, asked_for_torch, asked_for_native = run_all(commands, tmp_path)
+
+    assert unasked.returncode == 0, unasked.stderr
+    assert "torch kernels" in unasked.stdout
+    (warning,) = [line for line in map(json.loads, unasked.stderr.splitlines()) if line["level"] == "warning"]
     assert "CXX is /missing/g++, which is not there" in warning["reason"]
     assert "--cpu-kernels torch" in warning["to_silence"]
 
-    result = run(*tiny, "--cpu-kernels", "torch", CXX="/missing/g++")
-    assert (result.returncode, "warning" in result.stderr) == (0, False)
-    assert "torch kernels" in result.stdout
+    assert (asked_for_torch.returncode, "warning" in asked_for_torch.stderr) == (0, False)
+    assert "torch kernels" in asked_for_torch.stdout
 
-    result = run(*tiny, "--cpu-kernels", "native", CXX="/missing/g++")
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("pagewalk: error: --cpu-kernels native: no C++ compiler: CXX is")
+    assert asked_for_native.returncode == 2
+    last = asked_for_native.stderr.splitlines()[-1]
+    assert last.startswith("pagewalk: error: --cpu-kernels native: no C++ compiler: CXX is")
 
 
 def test_settings_in_force_are_shown() -> None:
