@@ -15,6 +15,7 @@ TORCH_INDEX ?=
 INSTALLER ?= pip
 # Processes that share the tests: each loads torch, so more than there are cores only costs memory.
 WORKERS ?= 2
+EXAMPLES ?=
 
 # The C library asks the kernel for huge pages: a step on the CPU reads the keys and values of all its rows, scattered over
 # the pool, and with torch's kernels all weights (those of the native kernels lie in huge pages anyway).
@@ -45,8 +46,8 @@ install: $(DEV)  ## Set .venv up with what tests and checks need: INSTALLER=uv i
 serve: $(RUNTIME)  ## Start the server: HOST, PORT, MODEL, ARGS
 	@exec env $(HUGE_PAGES) $(BIN)/pagewalk serve --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV)  ## Run every deterministic test that needs no GPU
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEV)  ## Run every deterministic test that needs no GPU; EXAMPLES=10: more of what tests draw
+	EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not gpu and not soak and not compat" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-compat: $(RUNTIME) $(COMPAT_INSTALLED)  ## Run other people's clients (docs/compat.md); LOAD=1: the large ones too
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python OPEN_WEBUI=$(CURDIR)/$(WEBUI)/bin/open-webui OMP_WAIT_POLICY=PASSIVE \

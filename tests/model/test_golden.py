@@ -14,9 +14,12 @@ from model.loader import load_parameters
 
 @pytest.mark.slow
 def test_golden_prompts(smollm2_folder: Path, golden, cpu_kernels: ctypes.CDLL | None) -> None:
-    """24 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
-    the greedy tokens of transformers' `generate`.
+    """22 prompts of 1 to 1,500 tokens on SmolLM2 in float32, joining one by one, in chunks beside the others' decodes:
+    the greedy tokens of transformers' `generate`. Of the longest each implementation has one; the engine has them all.
     """
+    longest = 1500 if cpu_kernels is None else 777
+    golden = [entry for entry in golden if len(entry.prompt) <= 600 or len(entry.prompt) == longest]
+    assert len(golden) == 22
     config = read_config(smollm2_folder)
     parameters = load_parameters(smollm2_folder, config, torch.float32)
     executor = CpuExecutor(config, parameters, frames=700, max_rows=24, max_pages=100, threads=1, native=cpu_kernels)

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, make, prompt_of
@@ -56,7 +57,7 @@ def test_only_a_window_is_looked_at() -> None:
     assert chosen(of(*[0.0] * WINDOW, 1.0)) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_however_they_come_nobody_is_overtaken_more_often_than_that(data: st.DataObject) -> None:
     """An adversary chooses arrivals and what is cached anew each time: everybody is taken in the end, and in bounds."""

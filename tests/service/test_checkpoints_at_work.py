@@ -343,17 +343,17 @@ async def test_the_demo_model_goes_on_in_another_server(
 ) -> None:
     """In float32 with the same tokens, in bfloat16 but for near ties; beside others, and into other frames."""
     chosen = {"dtype": dtype, "load_format": "auto", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-    body = {"prompt": "A page table is", "max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    body = {"prompt": "A page table is", "max_tokens": 36, "ignore_eos": True, "logprobs": 2}
     wholes = {}
     async with real_house(monkeypatch, smollm2_folder, checkpoint_dir=str(folder), **chosen) as house:
         for name, sampling in REAL.items():
             wholes[name] = await Stream(house, **body, **sampling).end()
-            part = await Stream(house, request_id=name, **body, **sampling).has(21)
+            part = await Stream(house, request_id=name, **body, **sampling).has(17)
             await save(house, name, name)
             await part.leave()
         await until_idle(house)
     async with real_house(monkeypatch, smollm2_folder, checkpoint_dir=str(folder), **chosen) as house:
-        neighbour = await Stream(house, prompt="Once", max_tokens=200, temperature=0, ignore_eos=True).has(3)
+        neighbour = await Stream(house, prompt="Once", max_tokens=80, temperature=0, ignore_eos=True).has(3)
         for name, whole in wholes.items():
             rest = await Stream(house, "restore", path=name).end()
             expected = whole.tokens[rest.events[0]["restored_tokens"] :]

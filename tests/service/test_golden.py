@@ -40,13 +40,14 @@ async def test_all_at_once(smollm2_folder: Path, golden: list[Any], device: str)
             entry.check(output)
 
 
-@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize(("chunk", "half"), [(32, 0), (64, 1)])
 async def test_in_random_order_with_small_chunks(
-    smollm2_folder: Path, golden: list[Any], device: str, chunk: int
+    smollm2_folder: Path, golden: list[Any], device: str, chunk: int, half: int
 ) -> None:
     """Requests arrive while others run, and prompts are prefilled piece by piece beside their decodes."""
     entries = [entry for entry in golden if len(entry.prompt) <= 600]
-    random.Random(chunk).shuffle(entries)
+    random.Random(1).shuffle(entries)
+    entries = entries[half::2]
     async with engine(smollm2_folder, device, max_num_batched_tokens=chunk) as assembly:
 
         async def arrive(place: int, entry: Any) -> list[int]:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from examples import examples
 from http_house import Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -144,7 +145,7 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_no_body_gives_a_5xx(server: Server, path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(path) | anything)
@@ -155,7 +156,7 @@ async def test_no_body_gives_a_5xx(server: Server, path: str, data: st.DataObjec
         assert answer.error["message"]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=60), path=st.sampled_from(list(BODIES)))
 async def test_no_bytes_give_a_5xx(server: Server, raw: bytes, path: str) -> None:
     assert (await server.post(path, raw)).status == 400

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from examples import examples
 from http_house import Server, running_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ async def tool_server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
         yield started
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=body)
 async def test_no_tools_give_a_5xx(tool_server: Server, asked: dict[str, Any]) -> None:
     answer = await tool_server.chat(**asked)
@@ -86,7 +87,7 @@ async def test_no_tools_give_a_5xx(tool_server: Server, asked: dict[str, Any]) -
     assert tool_server.engine.lines == {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(anything | st.fixed_dictionaries({"id": st.text(max_size=3), "type": st.just("function"),
        "function": st.fixed_dictionaries({"name": st.text(max_size=5), "arguments": st.text(max_size=5)
        | anything.map(json.dumps)})}), max_size=3), reasoning=anything)  # fmt: skip

@@ -1,16 +1,21 @@
 """A whole engine over a model's folder, for tests that compare its tokens with others': only HTTP is left out."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from model.config import read_config
+from model.config import ModelConfig, read_config
 from model.kv_pool import frame_bytes
+from model.loader import load_parameters
+from model.parameters import Parameters
 from model.step_plan import SamplingParameters
 from service.assembly import Assembly, assemble
 from service.engine import StepReport
@@ -28,10 +33,33 @@ class Nobody:
     def sequence_ended(self, sequence: Sequence, ended: Ended, now: float) -> None: ...
 
 
+_on_cpu = functools.lru_cache(maxsize=1)(load_parameters)
+
+
+def _load_once(folder: Path, config: ModelConfig, dtype: torch.dtype, device: str, report: Any = None) -> Parameters:
+    """For a CPU, read once for all engines of this process: each has its own places for the packed forms of weights."""
+    if device != "cpu":
+        return load_parameters(folder, config, dtype, device, report)
+    plain = _on_cpu(folder, config, dtype)
+    layers = [
+        replace(
+            layer,
+            qkv=copy(layer.qkv),
+            output=copy(layer.output),
+            gate_up=copy(layer.gate_up),
+            down=copy(layer.down),
+        )
+        for layer in plain.layers
+    ]
+    return replace(plain, layers=layers, head=copy(plain.head))
+
+
 @asynccontextmanager
 async def engine(folder: Path, device: str, **settings: Any) -> AsyncIterator[Assembly]:
     chosen = {"max_num_seqs": 24, "max_num_batched_tokens": 512, "max_model_len": 2048, "dtype": "float32"} | settings
-    assembly = assemble(Settings(device=device, **chosen), folder, Nobody())
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("service.assembly.load_parameters", _load_once)
+        assembly = assemble(Settings(device=device, **chosen), folder, Nobody())
     assembly.engine.open()
     task = asyncio.create_task(assembly.engine.run())
     try:
