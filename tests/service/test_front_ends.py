@@ -522,7 +522,7 @@ async def house(
 
 
 async def open_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    body = json.dumps({"prompt": [1, 2], "stream": True, "max_tokens": 400})
+    body = json.dumps({"prompt": [1, 2], "stream": True, "max_tokens": 400, "ignore_eos": True})
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}"
     writer.write(f"{head}\r\n\r\n{body}".encode())
