@@ -22,7 +22,7 @@ from service.metrics import Metrics
 from service.server import Server
 from service.settings import Settings
 
-PATIENCE_S = 60.0  # only a hang takes as long
+PATIENCE_S = 180.0  # only a hang takes as long
 
 
 @dataclass
