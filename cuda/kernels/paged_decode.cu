@@ -395,6 +395,10 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
   for (int s = 0; s < STAGES; ++s) {
     if (ahead[s].line < line.end) {
       if (ahead[s].page + 1 == ahead[s].pages()) wait_for_previous_kernel();  // it may be writing this page
+#ifdef HOPPER
+      // One after the other: all at once would hold up what the kernel before still hands over
+      if (D == 128 && s) barrier_wait(shared_address(&barriers[warp][s - 1]), 0);
+#endif
       fetch(ahead[s], frames[s], s);
     }
     commit();
