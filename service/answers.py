@@ -128,6 +128,7 @@ class _Envelope:
     prefix: str
     answer_object: str
     event_object: str
+    event_member: str  # of a choice, with what is new
 
     def __init__(
         self,
@@ -185,6 +186,14 @@ class _Envelope:
             return b""
         return b',"cache_info":' + _encode(cache_info(choice))
 
+    def _head(self, choice: Choice) -> bytes:
+        """An event up to what is new of this choice."""
+        head = self._heads.get(choice.index)
+        if head is None:
+            member = self.event_member.encode()
+            head = self._heads[choice.index] = self._opening + b'{"index":%d,"%s":' % (choice.index, member)
+        return head
+
     def _rest(self, delta: Delta, members: bytes, usage_so_far: bytes | None, more: bytes = b"") -> bytes:
         """The rest of an event after its text. `members` and `more`: further members of the choice and of the event."""
         if self._is_plain and delta.finish_reason is None and usage_so_far is None and not members and not more:
@@ -215,6 +224,7 @@ class CompletionForm(_Envelope):
 
     prefix = "cmpl-"
     answer_object = event_object = "text_completion"
+    event_member = "text"
 
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
         if not self._wishes.echo:
@@ -232,12 +242,6 @@ class CompletionForm(_Envelope):
 
     def _event(self, choice: Choice, delta: Delta, members: bytes, usage_so_far: bytes | None) -> bytes:
         return self._head(choice) + _encode(delta.text) + self._rest(delta, members, usage_so_far)
-
-    def _head(self, choice: Choice) -> bytes:
-        head = self._heads.get(choice.index)
-        if head is None:
-            head = self._heads[choice.index] = self._opening + b'{"index":%d,"text":' % choice.index
-        return head
 
     def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
         return (self._head(choice), PLAIN_CLOSING) if self._has_only_text else None
@@ -288,6 +292,7 @@ class ChatForm(_Envelope):
     prefix = "chatcmpl-"
     answer_object = "chat.completion"
     event_object = "chat.completion.chunk"
+    event_member = "delta"
 
     def opening(self, choice: Choice, usage_so_far: bytes | None) -> bytes:
         role = b'{"index":%d,"delta":{"role":"assistant","content":%s}' % (choice.index, _encode(choice.prompt.echo))
@@ -310,12 +315,6 @@ class ChatForm(_Envelope):
         token_ids = b',"token_ids":' + _encode(delta.token_ids) if self._wishes.token_ids else b""
         before = b"".join(head + one + self._early(usage_so_far) for one in early)
         return before + head + content + self._rest(delta, token_ids + self._cache_info(choice, delta), usage_so_far)
-
-    def _head(self, choice: Choice) -> bytes:
-        head = self._heads.get(choice.index)
-        if head is None:
-            head = self._heads[choice.index] = self._opening + b'{"index":%d,"delta":' % choice.index
-        return head
 
     def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
         return (self._head(choice) + b'{"content":', b"}" + PLAIN_CLOSING) if self._has_only_text else None
