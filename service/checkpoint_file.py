@@ -14,7 +14,6 @@ import errno
 import hashlib
 import os
 import secrets
-import stat
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from service.engine_client import Submit
 from service.errors import BadRequest, NotFound, PagewalkError, PermissionDenied, ServiceUnavailable, quoted
+from service.plain_files import read_plain
 
 VERSION = 2
 
@@ -124,7 +124,7 @@ class CheckpointFolder:
         try:
             folder = self._open()
             try:
-                data = _read_whole(folder, name, most_page_bytes + HEADER_BYTES)
+                data = read_plain(name, most_page_bytes + HEADER_BYTES, folder=folder, flags=os.O_NOFOLLOW)
             finally:
                 os.close(folder)
         except FileNotFoundError as error:
@@ -197,15 +197,3 @@ def _remove(folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         return
-
-
-def _read_whole(folder: int, name: str, most: int) -> bytes:
-    """Of a plain file: no link, no device. Raises OSError."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
-        if facts.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {facts.st_size} bytes, more than a sequence of this server can")
-        return file.read(most + 1)

@@ -20,6 +20,7 @@ from aiohttp.web_protocol import RequestHandler
 from service.errors import BadRequest, ConfigurationError, InternalError, PagewalkError
 from service.front_end import ApiSettings
 from service.middleware import PLAIN_HEADERS, error_response, from_http_exception
+from service.plain_files import check_file
 
 LINGER_S = 2.0
 """After refusing a body unread, read and drop it for this long, so that the refusal is not lost in a reset."""
@@ -126,6 +127,11 @@ def tls_context(settings: ApiSettings) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for flag, path in ("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key):
+        try:
+            check_file(path)  # OpenSSL would wait for a pipe
+        except ValueError as error:
+            raise ConfigurationError(f"{flag} {error}") from error
     try:
         # a key with a passphrase is refused: there is nobody to type it
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: b"")

@@ -20,6 +20,7 @@ from service.doors import FLUSH_S
 from service.engine_client import DEFAULT_TENANT, Ended, EngineDied, Event, Submit
 from service.errors import ConfigurationError
 from service.metrics import Metrics
+from service.plain_files import read_text
 from service.progress import StartProgress
 from service.questions import OWN_FRONT_END
 from service.served_model import TokenizerFiles
@@ -84,7 +85,7 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
     Raises Failure, ConfigurationError.
     """
     report = StartProgress()
-    template = None if settings.chat_template is None else _read_template(Path(settings.chat_template))
+    template = None if settings.chat_template is None else _read_template(settings.chat_template)
     files, vocabulary = await in_thread(lambda: _find(settings))
     report.ended("find model")
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
@@ -171,11 +172,11 @@ def _is_of_the_device(error: RuntimeError) -> bool:
     return is_out_of_memory(error) or "cuda error" in text or "no nvidia" in text
 
 
-def _read_template(path: Path) -> str:
+def _read_template(path: str) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--chat-template {path} cannot be read: {error}") from error
+        return read_text(path)
+    except ValueError as error:
+        raise ConfigurationError(f"--chat-template {error}") from error
 
 
 async def warm_up(loaded: Loaded) -> None:

@@ -31,6 +31,7 @@ from service.admin_views import Inside
 from service.doors import Doors, cannot_listen, url_host
 from service.engine_client import DEFAULT_TENANT, EngineSnapshot
 from service.engine_link import Hello, Serve, addresses
+from service.errors import ConfigurationError
 from service.front_end import ApiSettings, FrontEnd
 from service.front_ends import FrontEndFailed, FrontEnds, give_up
 from service.grammars import Grammars
@@ -39,6 +40,7 @@ from service.inspector import inspector
 from service.loading import EXIT_FAULT, Failure, Loaded, end, load, warm_up
 from service.metrics import Metrics, ServedFacts
 from service.operations import Operations
+from service.plain_files import check_folder
 from service.process import allow_many_sockets, settle
 from service.questions import Answers, CountGenerating, MetricsText, RenderMetrics, TakeSnapshot
 from service.request_answers import answer_about_requests
@@ -79,6 +81,11 @@ class Server:
             max_logprobs=settings.max_logprobs,
             max_generating=allow_many_sockets(),
         )
+        if settings.checkpoint_dir is not None:
+            try:
+                check_folder(settings.checkpoint_dir)
+            except ValueError as error:
+                raise ConfigurationError(f"--checkpoint-dir {error}") from error
         tls = tls_context(self.api)  # front ends make their own: here it is known early that they can
         count = front_end_count(settings)
         self.doors: Doors | None = None  # one of these two

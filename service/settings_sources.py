@@ -16,6 +16,7 @@ import msgspec
 import tomli_w
 import yaml
 
+from service.plain_files import read_text
 from service.setting_values import nearest, parse_size
 from service.settings import FIELDS, SECRETS, Field, Origin, Settings, SettingsError, check_together
 from service.tenant_settings import TenantSettings, as_tables, read_tenants
@@ -142,16 +143,17 @@ def _help(field: Field) -> str:
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TenantSettings]]:
     """Settings by name, not converted yet, and the tenants. Raises SettingsError."""
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
+    except ValueError as error:
+        raise SettingsError(f"--config {error}") from error
+    try:
         if path.suffix == ".toml":
             values: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
             values = yaml.safe_load(text) or {}
         else:
             raise SettingsError(f"--config {path}: the name must end in .toml, .yaml or .yml")
-    except OSError as error:
-        raise SettingsError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(f"--config {path}: {reason}") from error
     if not isinstance(values, dict):
@@ -189,9 +191,9 @@ def admin_key(environ: Mapping[str, str]) -> str | None:
     if given is not None:
         raise SettingsError(f"{ADMIN_KEY_FILE} and {PREFIX}ADMIN_API_KEY are both set: use one")
     try:
-        keys = Path(path).read_text("utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{ADMIN_KEY_FILE}: {path} cannot be read: {error}") from error
+        keys = read_text(path).split()
+    except ValueError as error:
+        raise SettingsError(f"{ADMIN_KEY_FILE}: {error}") from error
     if len(keys) != 1:
         raise SettingsError(f"{ADMIN_KEY_FILE}: {path} holds {len(keys)} keys")
     return keys[0]

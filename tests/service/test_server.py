@@ -156,6 +156,8 @@ CANNOT_WORK = [
     (["serve", "--nonsense"], 2, "--nonsense is no flag"),
     (["serve", "--port", "0", "--admin-port", "0", "--host", "192.0.2.1"], 2, "cannot listen on 192.0.2.1:0"),
     (["check", "--chat-template", "/nowhere"], 2, "--chat-template /nowhere cannot be read"),
+    (["check", "--chat-template", "/dev/zero"], 2, "--chat-template /dev/zero cannot be read: it is no plain file"),
+    (["serve", "--checkpoint-dir", "/dev/null"], 2, "--checkpoint-dir /dev/null cannot be used: Not a directory"),
     (["check", "/nowhere"], 3, "/nowhere"),
     (["check", "{empty}"], 3, "config.json"),
     (["check", "{model}", "--load-format", "auto"], 3, "safetensors"),

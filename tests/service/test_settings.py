@@ -1,6 +1,8 @@
 """Settings from flags, the environment and a file: precedence, types, and errors that say what to do."""
 
+import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,7 @@ def test_sizes_that_are_none(text: str) -> None:
         (["--served-model-name", "good", "a\udcff"], "--served-model-name: must be text in UTF-8"),
         (["--threads", "1025"], "--threads: must be a whole number <= 1024, got 1025"),
         (["--max-model-len", "1"], "--max-model-len: must be a whole number >= 2, got 1"),
-        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
         (["--config", __file__], "must end in .toml, .yaml or .yml"),
     ],
 )
@@ -310,6 +312,31 @@ def test_the_admin_key_from_a_file(tmp_path: Path) -> None:
         load(PAGEWALK_ADMIN_API_KEY_FILE=file, PAGEWALK_ADMIN_API_KEY="x")
     with pytest.raises(SettingsError, match="holds 2 keys"):
         load(PAGEWALK_ADMIN_API_KEY_FILE=write(tmp_path / "two", "a\nb\n"))
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)  # that nobody writes to
+
+
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "a pipe": pipe,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "a large file": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_plain_file_is_refused_and_never_waited_for(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "c.toml"
+    NO_FILES[kind](place)
+    why = "it has 1099511627776 bytes, more than 16777216" if kind == "a large file" else "it is no plain file"
+    with pytest.raises(SettingsError, match=f"^--config {place} cannot be read: {why}$"):
+        load("--config", str(place))
+    with pytest.raises(SettingsError, match=f"^--api-key-file: {place} cannot be read: {why}$"):
+        load("--api-key-file", str(place))
+    with pytest.raises(SettingsError, match=f"^PAGEWALK_ADMIN_API_KEY_FILE: {place} cannot be read: {why}$"):
+        load(PAGEWALK_ADMIN_API_KEY_FILE=str(place))
 
 
 def test_tls_needs_both_files() -> None:

@@ -1,6 +1,7 @@
 """TLS on the main port: what a client that checks certificates sees, and files that cannot be used."""
 
 import asyncio
+import os
 import shutil
 import socket
 import ssl
@@ -95,9 +96,18 @@ def test_without_files_there_is_no_tls() -> None:
     assert tls_context(ApiSettings(version="1")) is None
 
 
-@pytest.mark.parametrize(
-    ("key", "certificate"), [("other.pem", "cert.pem"), ("key.pem", "none.pem"), ("cert.pem", "key.pem")]
-)
+@pytest.mark.parametrize(("key", "certificate"), [("other.pem", "cert.pem"), ("cert.pem", "key.pem")])
 def test_files_that_cannot_be_used(folder: Path, key: str, certificate: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--tls-cert .*cannot be used"):
         tls_context(settings(folder, key, certificate))
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--tls-cert", "cert.pem"), ("--tls-key", "key.pem")])
+def test_a_file_that_is_missing_and_a_pipe_in_its_place(folder: Path, tmp_path: Path, flag: str, name: str) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink()
+    with pytest.raises(ConfigurationError, match=f"^{flag} .*{name} cannot be read: No such file or directory$"):
+        tls_context(settings(tmp_path))
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigurationError, match=f"^{flag} .*{name} cannot be read: it is no plain file$"):
+        tls_context(settings(tmp_path))
