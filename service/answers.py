@@ -175,7 +175,7 @@ class _Envelope:
         """The member `logprobs` of a choice."""
         raise NotImplementedError
 
-    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, choice: Choice) -> msgspec.Raw:
         assert self._wishes.prompt_top_choices is not None
         scores = choice.prompt.scores_by_place()
         return prompt_logprobs(choice.prompt.ids, scores, self._wishes.prompt_top_choices, self._wishes.spelling)

@@ -9,7 +9,9 @@ import math
 import threading
 from typing import Any
 
+import msgspec
 import pytest
+from aiohttp.http_writer import StreamWriter
 from http_events import joined, logprobs
 from http_house import Server, Start, says
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 from scripted_engine import logprob, scores_of
 from tiny_tokenizer import END, tiny_tokenizer
 
-from service import completions
+from service import completions, json_answers
+from service import logprobs as logprobs_module
 from service.answers import CompletionForm
 from service.engine_client import Scores
 from service.logprobs import (
@@ -134,6 +137,11 @@ async def test_c26_without_being_asked_there_are_none(server: Server) -> None:
     assert all(submit.prompt_logprobs == -1 for submit in server.engine.submitted)
 
 
+def decoded(value: Any) -> Any:
+    """As its client has it."""
+    return json.loads(msgspec.json.encode(value))
+
+
 INFINITE = Scores(-math.inf, 9, [7, 8], [-0.5, -math.inf])
 
 
@@ -145,10 +153,9 @@ def test_c26_minus_infinity_is_a_number_of_json() -> None:
         chat_logprobs([entry], 2, SPELLING),
         prompt_logprobs([9], [INFINITE], 2, SPELLING),
     ):
-        found = numbers_in(answer)
+        found = numbers_in(decoded(answer))
         assert -9999.0 in found
         assert all(math.isfinite(number) for number in found)
-        json.dumps(answer, allow_nan=False)
 
 
 def test_c26_equal_texts_lose_no_entry() -> None:
@@ -158,11 +165,11 @@ def test_c26_equal_texts_lose_no_entry() -> None:
     values = [-1.0, -2.0, -3.0, -4.0]
     for chosen in (1, 3):
         scores = Scores(values[chosen], chosen + 1, parts[:3], values[:3])
-        found = completion_logprobs([ScoredToken(parts[chosen], scores, 0)], 3, SPELLING)["top_logprobs"][0]
+        found = decoded(completion_logprobs([ScoredToken(parts[chosen], scores, 0)], 3, SPELLING))["top_logprobs"][0]
         names = ["\ufffd" if i == chosen else f"token_id:{parts[i]}" for i in range(4) if i < 3 or i == chosen]
         assert list(found.items()) == list(zip(names, values, strict=False))
     other = Scores(-9.0, 50, parts[:3], values[:3])
-    found = completion_logprobs([ScoredToken(END, other, 0)], 3, SPELLING)["top_logprobs"][0]
+    found = decoded(completion_logprobs([ScoredToken(END, other, 0)], 3, SPELLING))["top_logprobs"][0]
     assert list(found) == ["\ufffd", f"token_id:{parts[1]}", f"token_id:{parts[2]}", "<|im_end|>"]
 
 
@@ -377,6 +384,52 @@ async def test_many_scores_are_written_off_the_loop(start: Start, monkeypatch: p
     assert threads == [True, True, False, False]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_places_are_encoded_in_portions(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The interpreter belongs to whoever encodes, so no call may have much to do. What comes out is the same."""
+    scored = [ScoredToken(i, scores_of(i, i, 3, VOCABULARY), i) for i in range(count)]
+    tokens, scores = [entry.token for entry in scored], [entry.scores for entry in scored]
+
+    def answers() -> list[Any]:
+        return [
+            decoded(completion_logprobs(scored, 3, SPELLING)),
+            decoded(chat_logprobs(scored, 3, SPELLING)),
+            decoded(prompt_logprobs(tokens, scores, 3, SPELLING)),
+        ]
+
+    at_once = answers()
+    assert len(at_once[0]["top_logprobs"]) == len(at_once[1]["content"]) == len(at_once[2]) == count
+    sizes = []
+
+    def encode(places: list[Any]) -> bytes:
+        sizes.append(len(places))
+        return msgspec.json.encode(places)
+
+    monkeypatch.setattr(logprobs_module, "_encode", encode)
+    monkeypatch.setattr(logprobs_module, "PLACES_AT_ONCE", 3)
+    assert answers() == at_once
+    assert (sum(sizes), max(sizes)) == (3 * count, min(3, count))
+
+
+async def test_a_long_answer_is_sent_in_portions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of them others get their turn."""
+    sizes = []
+    write = StreamWriter.write
+
+    async def noted(self: StreamWriter, chunk: Any, **more: Any) -> None:
+        sizes.append(len(chunk))
+        await write(self, chunk, **more)
+
+    monkeypatch.setattr(StreamWriter, "write", noted)
+    monkeypatch.setattr(json_answers, "PORTION_BYTES", 1000)
+    server = await start()
+    answer = await server.complete(prompt=[5] * 300, prompt_logprobs=2, max_tokens=1)
+    length = int(answer.headers["Content-Length"])
+    assert len(answer.body) == length
+    assert (sum(sizes) >= length, max(sizes)) == (True, 1000), "the request is written so, too"
+    assert len(answer.json["choices"][0]["prompt_logprobs"]) == 300
+
+
 async def test_a_sibling_that_is_ahead_waits_for_the_prompts_scores(start: Start) -> None:
     """The first choice brings them. Preempted amid the prompt it may come later, and must not leave an echo without."""
     server = await start(engine={"is_manual": True, "script": says(" fox")})
@@ -424,7 +477,7 @@ def test_the_chosen_token_has_one_value() -> None:
     """Whatever last digit two kernels may disagree about: clients ask with `==`."""
     scores = Scores(-0.25, 1, [9, 7], [math.nextafter(-0.25, 0), -2.0])
     entry = ScoredToken(9, scores, 0)
-    completion = completion_logprobs([entry], 2, SPELLING)
+    completion = decoded(completion_logprobs([entry], 2, SPELLING))
     assert completion["top_logprobs"][0][text_of(9)] == completion["token_logprobs"][0]
-    chat = chat_logprobs([entry], 2, SPELLING)["content"][0]
+    chat = decoded(chat_logprobs([entry], 2, SPELLING))["content"][0]
     assert chat["top_logprobs"][0]["logprob"] == chat["logprob"]
