@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy.ma  # noqa: F401 - numpy.unique, which mm calls, imports it at its first call: 0.1 s amid a step
 import structlog
 import torch
 
