@@ -179,7 +179,9 @@ async def test_two_hundred_random_disconnects_leave_nothing(start: Start) -> Non
 @pytest.fixture
 async def house(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealHouse]:
     """Two Sequences at once. All memory is available at the end, or the fixture fails."""
-    async with real_house(monkeypatch, write_tiny_model(tmp_path_factory.mktemp("tiny")), max_num_seqs=2) as house:
+    pool = {"kv_cache_memory_bytes": 16 << 20}  # room for an endless one also where keys and values are float32
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    async with real_house(monkeypatch, folder, max_num_seqs=2, **pool) as house:
         yield house
 
 
