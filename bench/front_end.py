@@ -153,7 +153,11 @@ async def _one_by_one(port: int, requests: int, path: str) -> list[float]:
 def _client_process(port: int, path: str, pipe: Connection) -> None:
     """Runs what it is told: (streams, tokens) -> events; (requests,), one after the other -> milliseconds."""
     while (order := pipe.recv()) is not None:
-        pipe.send(uvloop.run(_clients(port, *order, path) if len(order) > 1 else _one_by_one(port, *order, path)))
+        match order:
+            case streams, tokens:
+                pipe.send(uvloop.run(_clients(port, streams, tokens, path)))
+            case (requests,):
+                pipe.send(uvloop.run(_one_by_one(port, requests, path)))
 
 
 # --- The engine's process --------------------------------------------------------------------------------------------
@@ -190,8 +194,10 @@ async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], di
         pipe.send(None)
         await front_ends.close()
         await asyncio.to_thread(client.join)
-        for bound in (*held, pipe, theirs):
+        for bound in held:
             bound.close()
+        pipe.close()
+        theirs.close()
 
 
 async def _alone(engine: RandomEngine, pipe: Connection, requests: int) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Clients:
         self.asked[kind] += 1
         output = min(1 + int(draw.expovariate(1 / MEAN_OUTPUT)), self._longest // 2)
         prompt = min(1 + int(draw.expovariate(1 / MEAN_PROMPT)), self._longest - output - 1)
-        sampling = {"temperature": draw.choice([0.0, 0.7, 1.0]), "top_p": draw.choice([1.0, 0.9])}
+        sampling: dict[str, Any] = {"temperature": draw.choice([0.0, 0.7, 1.0]), "top_p": draw.choice([1.0, 0.9])}
         more: dict[str, Any] = {"prefix_cache": draw.random() < 0.8}
         count = 1
         match kind:

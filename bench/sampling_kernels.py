@@ -85,7 +85,7 @@ def launch_of(
         part = parts[i % len(parts)]
         adjust(stream, part, batch)
         sample(stream, part, adjust.masked, batch, weighs=weighs)
-        assert table  # its memory is read
+        assert table is not None  # its memory is read
 
     return launch
 

@@ -18,7 +18,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results: list[dict[str, Any]] = []
     with shape_folder(chosen.shape) if chosen.shape else nullcontext(chosen.model) as folder:
+        server: AbstractContextManager[str]
         if chosen.url is None:
-            vocabulary = read_config(Path(folder) if chosen.shape else resolve(folder).folder).vocabulary
+            vocabulary = read_config(Path(folder) if chosen.shape else resolve(str(folder)).folder).vocabulary
             server = serving(["--model", str(folder), *(RANDOM_WEIGHTS if chosen.shape else ()), *chosen.flags])
         else:
             vocabulary, server = chosen.vocabulary, nullcontext(chosen.url)

@@ -320,7 +320,7 @@ class Replay:
 
     def _sample(self) -> None:
         memory, line = self.memory, self.timeline
-        rows = self.total.nonzero()[0]
+        rows = self.total.nonzero()[0].astype(np.int32)
         lengths = memory.tables.lengths[rows]
         tokens, pages = int(lengths.sum()), int(memory.tables.pages(rows).sum())
         line.tokens.append(tokens)

@@ -8,7 +8,7 @@ or gate around its matrix too, so cuBLAS stands there twice: the product alone, 
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,7 +127,7 @@ def measure(loader: DeviceLoader, shapes: list[str], rows: list[int]) -> dict[st
     found: dict[str, dict[str, float]] = {}
     print(f"{'thin':28} {'us':>8} {'TB/s':>6} {'floor':>8} {'cuBLAS':>8} {'+ around':>9}", flush=True)
 
-    def report(name: str, size: int, launches: int, ways: list[Callable[[int, int], None]]) -> None:
+    def report(name: str, size: int, launches: int, ways: Sequence[Callable[[int, int], None]]) -> None:
         us, product, plain = (graph_us(way, launches) for way in ways)
         floor = size / STREAM_BYTES_PER_S * 1e6
         print(f"{name:28} {us:8.2f} {size / us / 1e6:6.2f} {floor:8.2f} {product:8.2f} {plain:9.2f}", flush=True)
