@@ -184,7 +184,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], di
     client.start()
     try:
         await front_ends.open()
-        await front_ends.serve(engine, Serve(facts, TokenizerFiles(str(files.folder), None, vocabulary), limits))
+        await front_ends.serve(engine, Serve(facts, TokenizerFiles.read(files.folder, None, vocabulary), limits))
         await _run(engine, front_ends, pipe, "warm-up", options.streams, WARM_UP_TOKENS, 0.0)
         results = []
         for name, step_s in (("paced", options.step_ms / 1000), ("burst", 0.0)):

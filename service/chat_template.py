@@ -9,9 +9,8 @@ Source: transformers, `utils/chat_template_utils.py`; tests compare the ids.
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -29,6 +28,9 @@ MAX_RENDERED_CHARACTERS = 1 << 26
 
 RENDER_TIMEOUT_S = 10.0
 """Looked at whenever the template has made a piece of text; a chat of a million characters takes some milliseconds."""
+
+FILES = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+"""In a model's folder: for all chats, and for those with tools."""
 
 END_OF_FINAL = "\uf8ffEND_OF_FINAL_MESSAGE "
 """Stands behind the message to be continued while the template runs. The space tells whether the template trims."""
@@ -51,17 +53,18 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
 
     @classmethod
-    def load(cls, folder: Path, config: dict[str, Any], override: str | None = None) -> "ChatTemplate | None":
-        """The template of a model folder, by precedence: override, chat_template.jinja, tokenizer_config.json.
+    def of(
+        cls, files: Mapping[str, bytes], config: dict[str, Any], override: str | None = None
+    ) -> "ChatTemplate | None":
+        """The template of a model, by precedence: override, chat_template.jinja, tokenizer_config.json.
 
-        config: the content of tokenizer_config.json. Raises TemplateNotUsable.
+        files: what is there of FILES. config: the content of tokenizer_config.json. Raises TemplateNotUsable.
         """
         if override is not None:
             return cls(override)
-        path = folder / "chat_template.jinja"
-        if path.is_file():
-            named = {file.stem: file.read_text("utf-8") for file in folder.glob("additional_chat_templates/*.jinja")}
-            return cls(path.read_text("utf-8"), named.get("tool_use"))
+        plain, with_tools = [files[name].decode("utf-8") if name in files else None for name in FILES]
+        if plain is not None:
+            return cls(plain, with_tools)
         given = config.get("chat_template")
         if isinstance(given, list):  # older models: a list of named templates
             given = {entry["name"]: entry["template"] for entry in given}

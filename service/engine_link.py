@@ -68,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Serve(msgspec.Struct, frozen=True, tag="serve"):
-    """The model is loaded: load its tokenizer, and say Serving."""
+    """The model is loaded: make its tokenizer, and say Serving."""
 
     facts: ModelFacts
     tokenizer: TokenizerFiles

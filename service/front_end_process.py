@@ -1,6 +1,6 @@
 """A front end as a process of its own: `python -m service.front_end_process FD`, started by front_ends.py.
 
-    connect ──▶ Hello ──▶ listen ──▶ Serve ──▶ load the tokenizer ──▶ requests ──▶ Goodbye ──▶ close, exit 0
+    connect ──▶ Hello ──▶ listen ──▶ Serve ──▶ make the tokenizer ──▶ requests ──▶ Goodbye ──▶ close, exit 0
                           the link is lost at any time: streams end with an error event, exit 1
 One that takes another's place listens when it serves.
 

@@ -89,10 +89,9 @@ async def load(settings: Settings, metrics: Metrics) -> Loaded:
     files, vocabulary = await in_thread(lambda: _find(settings))
     report.ended("find model")
     folder = files.folder if settings.tokenizer is None else Path(settings.tokenizer)
-    tokenizer_files = TokenizerFiles(str(folder.absolute()), template, vocabulary, settings.tool_call_format)
     assembling = in_thread(lambda: _assemble(settings, files.folder, metrics, report))
-    tokenizing = in_thread(lambda: _load_tokenizer(tokenizer_files))
-    tokenizer, assembly = await asyncio.gather(tokenizing, assembling)
+    tokenizing = in_thread(lambda: _load_tokenizer(settings, folder, template, vocabulary))
+    (tokenizer_files, tokenizer), assembly = await asyncio.gather(tokenizing, assembling)
     report.ended("rest")
     log.info("loaded", model=files.name, seconds=round(sum(report.seconds.values()), 2))
     return Loaded(files.name, files.root, tokenizer, assembly, tokenizer_files, report.seconds)
@@ -128,9 +127,12 @@ def _find(settings: Settings) -> "tuple[ModelFiles, int]":
         return files, read_config(files.folder).vocabulary
 
 
-def _load_tokenizer(files: TokenizerFiles) -> Tokenizer:
+def _load_tokenizer(
+    settings: Settings, folder: Path, template: str | None, vocabulary: int
+) -> tuple[TokenizerFiles, Tokenizer]:
     with _failures("load the tokenizer"):
-        return files.load()
+        files = TokenizerFiles.read(folder, template, vocabulary, settings.tool_call_format)
+        return files, files.load()
 
 
 def _assemble(settings: Settings, folder: Path, metrics: Metrics, report: StartProgress) -> "Assembly":

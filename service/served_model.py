@@ -1,11 +1,12 @@
 """What a front end knows of the model that it serves, and how it reaches the engine: one frozen object.
 
 It is made once the weights are loaded; before that a front end answers 503 (`service/api.py`). `ModelFacts` are what
-travels to a front end in a process of its own, which loads the tokenizer itself.
+travels to a front end in a process of its own, with what the tokenizer is made of (`TokenizerFiles`).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -14,20 +15,31 @@ from service.call_readers import CallFormatSetting
 from service.engine_client import EngineClient
 from service.errors import NotFound, quoted
 from service.grammars import Grammars
-from service.tokenization import Tokenizer
+from service.tokenization import Tokenizer, TokenizerNotUsable, read_files
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True):
-    """What a tokenizer is loaded from."""
+    """What a tokenizer is made of: all front ends have the same, whatever becomes of the model's folder meanwhile."""
 
-    folder: str
+    folder: str  # where they were: for messages
+    files: dict[str, bytes]  # by name, as they were at the start: tens of MB at most
     chat_template: str | None  # its text, in place of the model's own
     embedded: int  # ids that the model has an embedding for
     tool_call_format: CallFormatSetting = "auto"
 
+    @classmethod
+    def read(
+        cls, folder: Path, chat_template: str | None, embedded: int, tool_call_format: CallFormatSetting = "auto"
+    ) -> Self:
+        """Those of a model's folder. Raises TokenizerNotUsable, OSError."""
+        return cls(str(folder.absolute()), read_files(folder), chat_template, embedded, tool_call_format)
+
     def load(self) -> Tokenizer:
-        """Takes a second. Raises TokenizerNotUsable, OSError."""
-        return Tokenizer.load(Path(self.folder), self.chat_template, self.embedded, self.tool_call_format)
+        """Takes a second. Raises TokenizerNotUsable."""
+        try:
+            return Tokenizer.of(self.files, self.chat_template, self.embedded, self.tool_call_format)
+        except TokenizerNotUsable as error:
+            raise TokenizerNotUsable(f"{self.folder}: {error}") from error
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ Owns the `tokenizers` object of the model. Three promises:
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from tokenizers.decoders import DecodeStream
 from service.answer_parts import thinking_marks_of
 from service.byte_detokenizer import ByteDetokenizer, IncrementalDecoder, TokenTexts
 from service.call_readers import CallFormat, CallFormatSetting, detected_format
+from service.chat_template import FILES as TEMPLATES
 from service.chat_template import ChatTemplate, Message, TemplateNotUsable
 from service.control_tokens import ControlTokens
 from service.errors import BadRequest
@@ -38,6 +39,10 @@ OFF_LOOP_TOKENS = 512
 TAIL_TOKENS = 16
 """Tokens at the end of a prompt that may hold a mark and the white space behind it."""
 
+TOKENIZER = "tokenizer.json"
+CONFIGS = "special_tokens_map.json", "tokenizer_config.json"
+"""Both may be absent. The second wins: the first is of older models."""
+
 _LINE_BREAK = "\n"
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -48,7 +53,7 @@ class TokenizerNotUsable(Exception):
 
 
 class Tokenizer:
-    """The tokenizer of one model. Nothing of it changes after `load`, and several threads may use it."""
+    """The tokenizer of one model. Nothing of it changes once it is made, and several threads may use it."""
 
     def __init__(
         self,
@@ -80,14 +85,19 @@ class Tokenizer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(
+    def load(cls, folder: Path, chat_template: str | None = None, embedded: int | None = None) -> Self:
+        """That of a model's folder. Raises TokenizerNotUsable, OSError."""
+        return cls.of(read_files(folder), chat_template, embedded)
+
+    @classmethod
+    def of(
         cls,
-        folder: Path,
+        files: Mapping[str, bytes],
         chat_template: str | None = None,
         embedded: int | None = None,
         tool_call_format: CallFormatSetting = "auto",
     ) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
+        """That of the files that `read_files` has found.
 
         What is added around a text (a start token) is what tokenizer.json says, as in transformers: `add_bos_token` in
         tokenizer_config.json speaks to those who build a tokenizer without it.
@@ -95,20 +105,17 @@ class Tokenizer:
         chat_template: the text of a template to use in place of the model's own. embedded, tool_call_format: as in the
         constructor. Raises TokenizerNotUsable.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerNotUsable(f"{folder} has no tokenizer.json")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         except Exception as error:  # the library raises plain Exception
-            raise TokenizerNotUsable(f"{path} cannot be read: {error}") from error
-        config = _read_config(folder)
+            raise TokenizerNotUsable(f"{TOKENIZER} cannot be used: {error}") from error
+        config = _config_of(files)
         # Files carry over what training used: neither may shorten or lengthen a prompt here.
         backend.no_truncation()
         backend.no_padding()
         _add_configured_tokens(backend, config)
         try:
-            template = ChatTemplate.load(folder, config, chat_template)
+            template = ChatTemplate.of(files, config, chat_template)
         except TemplateNotUsable as error:
             raise TokenizerNotUsable(str(error)) from error
         return cls(backend, config, template, embedded, tool_call_format)
@@ -413,16 +420,22 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json (older models); both may be absent."""
+def read_files(folder: Path) -> dict[str, bytes]:
+    """What of a model's folder a tokenizer is made of. Raises TokenizerNotUsable, OSError."""
+    paths = {name: folder / name for name in (TOKENIZER, *CONFIGS, *TEMPLATES)}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    if TOKENIZER not in files:
+        raise TokenizerNotUsable(f"{folder} has no {TOKENIZER}")
+    return files
+
+
+def _config_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                config |= msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            except msgspec.DecodeError as error:
-                raise TokenizerNotUsable(f"{path} is not a JSON object: {error}") from error
+    for name in CONFIGS:
+        try:
+            config |= msgspec.json.decode(files.get(name, b"{}"), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise TokenizerNotUsable(f"{name} is not a JSON object: {error}") from error
     return config
 
 

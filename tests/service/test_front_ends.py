@@ -6,6 +6,7 @@ What clients see must not depend on how many processes answer them; what a proce
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -410,6 +411,36 @@ def test_a_front_end_is_replaced_while_the_file_of_keys_is_broken(
         server.stop()
 
 
+@pytest.mark.parametrize("content", [None, "{}"], ids=["gone", "another"])
+def test_a_front_end_is_replaced_by_one_with_the_same_tokenizer(
+    model: Path, tmp_path: Path, content: str | None
+) -> None:
+    """Whatever has become of the model's folder: two front ends that disagree about ids would be worse than none."""
+    own = shutil.copytree(model, tmp_path / "model")
+    server = started(own, tmp_path, 2)
+    asked = {"messages": [{"role": "user", "content": "the fox"}]}
+
+    def ids() -> set[str]:
+        """From connections enough that each front end has some."""
+        return {server.open("POST", "/tokenize", asked).read().decode() for _ in range(32)}
+
+    try:
+        before = ids()
+        assert len(before) == 1
+        for file in own.glob("tokenizer*.json"):
+            if content is None:
+                file.unlink()
+            else:
+                file.write_text(content)
+        for dead in server.front_ends():
+            os.kill(dead, signal.SIGKILL)
+            server.until(replaced(server, dead))
+        server.until(lambda: server.listening() == 2)
+        assert ids() == before
+    finally:
+        server.stop()
+
+
 def test_a_front_end_without_its_certificate_says_so(model: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = [
@@ -430,7 +461,7 @@ def test_a_front_end_without_its_certificate_says_so(model: Path, tmp_path: Path
     server = Process(*tiny, "--front-ends", "1", *files, folder=tmp_path)
     try:
         server.until(lambda: any(line["event"] == "ready" for line in server.log()))
-        cert.unlink()
+        content = cert.rename(tmp_path / "elsewhere")
         os.kill(server.front_ends()[0], signal.SIGKILL)
 
         def said() -> list[str]:
@@ -439,6 +470,8 @@ def test_a_front_end_without_its_certificate_says_so(model: Path, tmp_path: Path
         server.until(lambda: len(said()) >= 2)
         assert str(cert) in said()[1]
         assert not any("exception" in line for line in server.log())
+        content.rename(cert)
+        server.until(lambda: server.listening() == 1)
     finally:
         server.stop()
 
@@ -552,11 +585,12 @@ async def test_a_dead_engine_ends_the_process_and_every_stream(monkeypatch: pyte
         assert not any(is_running(pid) for pid in pids)
 
 
-async def test_a_front_end_that_cannot_load_its_tokenizer_ends_the_start(
+async def test_a_front_end_that_cannot_make_its_tokenizer_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
     async with house(monkeypatch, tmp_path) as (_, _, running):
-        with pytest.raises(Failure, match=r"a front end cannot start: .* has no tokenizer\.json"):
+        with pytest.raises(Failure, match=r"a front end cannot start: .*: tokenizer\.json cannot be used"):
             await running
 
 

@@ -1,4 +1,4 @@
-"""A model that computes nothing, in place of the one that a Server would load; its tokenizer is on disk, or is not."""
+"""A model that computes nothing, in place of the one that a Server would load."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,11 @@ from service.loading import Loaded
 from service.metrics import Metrics
 from service.scheduler import Scheduler, SchedulerSettings
 from service.served_model import TokenizerFiles
+from service.tokenization import read_files
 
 
-def simulated(folder: Path = Path("/nowhere")) -> Loaded:
-    """folder: where front ends in processes of their own find the tokenizer."""
+def simulated(folder: Path | None = None) -> Loaded:
+    """folder: whose tokenizer front ends in processes of their own have; None: there are none."""
     memory = MemoryManager(frames=100, max_rows=4, max_pages=32)
     executor = SimulatedExecutor(memory)
     executor.close = lambda: None  # type: ignore[attr-defined]
@@ -41,4 +42,5 @@ def simulated(folder: Path = Path("/nowhere")) -> Loaded:
         model_identity=ModelIdentity("Simulated", 1, 1, 4, VOCABULARY, "int64", 16, "c", "w"),
     )
     tokenizer = tiny_tokenizer.__wrapped__()  # its own: the server closes it
-    return Loaded("tiny", "/models/tiny", tokenizer, assembly, TokenizerFiles(str(folder), None, VOCABULARY))
+    files = {} if folder is None else read_files(folder)
+    return Loaded("tiny", "/models/tiny", tokenizer, assembly, TokenizerFiles("/models/tiny", files, None, VOCABULARY))
