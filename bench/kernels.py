@@ -19,7 +19,7 @@ import torch
 from bench.graph_timing import graph_us
 from bench.kernel_peers import plot
 from bench.sampling_kernels import measure_sampling
-from cuda.frames import FrameLayout, FramePool
+from cuda.frames import SHARED, FrameLayout, FramePool
 from cuda.kv_append import KvAppend
 from cuda.launch import DeviceLoader
 from cuda.paged_decode import FEW_NARROW, MANY_NARROW, WIDE, DecodeShape, PagedDecode
@@ -149,7 +149,7 @@ def batches_of(lengths: list[int], pool: FramePool) -> list[Batch]:
 def reference(pool: FramePool, batch: Batch, sequence: int, q: torch.Tensor) -> torch.Tensor:
     """Attention of the last len(q) tokens of one sequence in float64: q (n, H, D)."""
     length, n, heads, head_dim = int(batch.lengths[sequence]), *q.shape
-    frames = batch.tables[int(batch.rows[sequence]), : -(-length // PAGE)]
+    frames = batch.tables[int(batch.rows[sequence]), : -(-length // PAGE)] & ~SHARED
     keys, values = (
         part.transpose(1, 2).flatten(0, 1)[:length].double().repeat_interleave(heads // pool.layout.kv_heads, 1)
         for part in pool.read(frames, 0)
@@ -217,7 +217,7 @@ def shared_batches(groups: list[tuple[int, int, int]], pool: FramePool) -> tuple
             for _ in range(members):
                 mine = frames[used : used + -(-own // PAGE)]
                 used += len(mine)
-                tables[row, : share + len(mine)] = torch.cat((common, mine))
+                tables[row, : share + len(mine)] = torch.cat((common | SHARED, mine))
                 row += 1
         batches.append(Batch(counts, rows, tables.cuda()))
     sizes = [members for members, _, _ in groups]

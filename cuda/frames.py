@@ -23,6 +23,9 @@ from cuda.growing_memory import GrowingMemory
 from cuda.tensors import check_head_size, element_of
 from mm.addresses import PAGE_SIZE
 
+SHARED = 1 << 30
+"""Bit of an entry in the device's page tables, beside the frame: several sequences have the page (common.cuh)."""
+
 CHUNK = 8  # numbers of 16 bits in the 16 bytes that move together
 
 
@@ -105,6 +108,9 @@ class FramePool:
     """The memory of all frames, zeroed. `usable` of them have memory: all, but in a GrowingFramePool."""
 
     def __init__(self, layout: FrameLayout, frames: int, device: str | torch.device) -> None:
+        """Raises ShapeMismatch if a table entry has no room for the last frame's number."""
+        if frames > SHARED:
+            raise ShapeMismatch(f"a pool of {frames} frames: at most {SHARED}")
         self.layout = layout
         self.frames = self.usable = frames
         shape = (frames, layout.layers, layout.kv_heads, 2, PAGE_SIZE * layout.head_dim)

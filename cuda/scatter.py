@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cuda.errors import ShapeMismatch
+from cuda.frames import SHARED
 from cuda.launch import KernelLoader, KernelSpec
 from mm.addresses import BoolArray, Int32Array
 from mm.page_copies import PageCopies, TableChanges
@@ -103,7 +104,7 @@ def pack(upload: StepUpload, words: Int32Array) -> int:
     changes, settings, copies = upload.changes, upload.settings, upload.copies
     sequences, tokens = len(upload.rows), len(upload.token_ids)
     arrays = [upload.rows, upload.starts, upload.query_starts, upload.samples, upload.token_ids]
-    arrays += [changes.rows, changes.pages, changes.frames]
+    arrays += [changes.rows, changes.pages, entries_of(changes)]
     if len(settings.rows):
         arrays.append(_settings_words(settings))
     arrays += [copies.sources, copies.targets]
@@ -133,6 +134,13 @@ def pack(upload: StepUpload, words: Int32Array) -> int:
     )
     np.concatenate(arrays, out=words[HEADER_WORDS:used])  # one call: this runs in every step
     return used
+
+
+def entries_of(changes: TableChanges) -> Int32Array:
+    """(N,) what the device's page tables have for changes.frames: with SHARED beside the frame where it is shared."""
+    if not len(changes.shared):
+        return changes.frames
+    return np.where(changes.shared, changes.frames | SHARED, changes.frames)
 
 
 def copies_of(upload: Tensor, words: Int32Array, count: int) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,8 @@ class Growth:
         keys = np.concatenate((rows, changes.rows)).astype(np.int64) * self._tables.max_pages
         keys = np.unique(keys + np.concatenate((pages, changes.pages)))
         rows, pages = (part.astype(np.int32) for part in np.divmod(keys, self._tables.max_pages))
-        return TableChanges(rows, pages, self._tables.entries[rows, pages])
+        frames = self._tables.entries[rows, pages]
+        return TableChanges(rows, pages, frames, self._frames.references[frames] > 1)
 
 
 def find_faults(tables: PageTables, frames: FrameAllocator, rows: IndexArray, counts: Int32Array) -> Faults:

@@ -22,9 +22,13 @@ class PageMapping:
         self._tables = tables
         self._residency = residency
         self._swap = residency.swap
+        self._all = np.ones(tables.max_pages, np.bool_)
 
     def begin(self, row: int, match: PrefixMatch, now: float) -> None:
-        """The empty `row` has the pages of `match`, which is up to date, and its length."""
+        """The empty `row` has the pages of `match`, which is up to date, and its length.
+
+        Whoever has them alone so far is not told that they are shared: it was told of its pages before.
+        """
         tables, entries = self._tables, match.entries
         tables.lengths[row] = match.cached_tokens
         tables.exposed[row] = match.cached_tokens % tables.page_size != 0
@@ -70,11 +74,16 @@ class PageMapping:
         tables.lengths[child] = length
         tables.barred[child] = in_swap
         tables.exposed[child] = True
+        sent, full = tables.sent_as_shared[row], length // tables.page_size
+        if sent < len(entries):  # once of each page that stays as it is: there may be many children
+            tables.note(row, np.arange(sent, len(entries), dtype=np.int32))
+            tables.sent_as_shared[row] = max(sent, full)
+        tables.sent_as_shared[child] = full
         if len(entries) == len(tables.mapped(row)):  # the page that `row` goes on writing is shared, too
             tables.exposed[row] = True
         serial = int(tables.serials[child])
         self._residency.recorder.record(EventKind.FORK, serial, tenant, row, len(entries))
-        return TableChanges(np.full(len(pages), child, np.int32), pages, frames)
+        return TableChanges(np.full(len(pages), child, np.int32), pages, frames, self._all[: len(pages)])
 
     def drop(self, row: int, first: int) -> None:
         """Unmap the pages of `row` from `first` on."""
@@ -86,6 +95,8 @@ class PageMapping:
             slots = slot_entry(entries[entries < ABSENT]).tolist()
             tables.barred[row] -= len(slots)
         entries[:] = ABSENT
+        if tables.sent_as_shared[row] >= first:  # the last page that is left may be written and copied again
+            tables.sent_as_shared[row] = max(first - 1, 0)
         tenant = int(tables.tenants[row])
         if tables.cold[row]:
             self._residency.unmap(frames, np.full(len(frames), tenant, np.int32), coldest=True)

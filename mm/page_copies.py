@@ -15,13 +15,17 @@ from typing import Protocol
 
 import numpy as np
 
-from mm.addresses import Int32Array
+from mm.addresses import BoolArray, Int32Array
 
-_NONE = np.empty(0, np.int32)
+_NONE, _NOTHING = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
 def _empty() -> Int32Array:
     return _NONE
+
+
+def _nothing() -> BoolArray:
+    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,15 @@ class TableChanges:
     """Page table entries to set: table[rows[i], pages[i]] = frames[i]. All (N,) int32; each (row, page) at most once.
 
     Entries past a row's length are never cleared: nobody reads them (kernels stop at the length).
+
+    shared (N,) bool, or empty where it is True for none: whether others had the page, too, when the order was given. A
+    hint for the device's caches; it is not taken back when they go.
     """
 
     rows: Int32Array = field(default_factory=_empty)
     pages: Int32Array = field(default_factory=_empty)
     frames: Int32Array = field(default_factory=_empty)
+    shared: BoolArray = field(default_factory=_nothing)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -28,6 +28,7 @@ class PageTables:
         self.epochs: Int64Array = np.zeros(max_rows, np.int64)  # grows each time a row is released
         self.serials: Int64Array = np.zeros(max_rows, np.int64)  # of the address space: never used again
         self.owners: list[str | None] = [None] * max_rows
+        self.sent_as_shared = [0] * max_rows  # so many of its first pages: the device knows that a fork has them, too
         self._names: list[tuple[int, str]] = [(0, "")] * REMEMBERED_OWNERS
         self._last_serial = 0
         self._unsent: list[tuple[int, Int32Array]] = []  # (row, pages) that were mapped outside a step
@@ -100,7 +101,7 @@ class PageTables:
     def release_row(self, row: Row) -> None:
         """Give a row back. What its entries name must have been released before."""
         self.entries[row, : -(-int(self.lengths[row]) // self.page_size)] = ABSENT
-        self.lengths[row] = self.barred[row] = self.tenants[row] = 0
+        self.lengths[row] = self.barred[row] = self.tenants[row] = self.sent_as_shared[row] = 0
         self.exposed[row] = self.cold[row] = False
         self.epochs[row] += 1
         self.owners[row] = None

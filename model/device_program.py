@@ -22,7 +22,7 @@ from cuda.frames import FrameLayout, FramePool, GrowingFramePool
 from cuda.launch import KernelLoader
 from cuda.page_copy import PageCopy
 from cuda.sample import RECORD_WORDS, LogProbRecords, LogProbWords, Sample, StepResults, read_records, sample_bytes
-from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, pack, words_for
+from cuda.scatter import DeviceState, SamplingChanges, Scatter, StepUpload, copies_of, entries_of, pack, words_for
 from cuda.shared_prefix import part_floats
 from mm.addresses import PAGE_SIZE, BoolArray, Int32Array, Int64Array
 from mm.page_copies import TableChanges
@@ -197,15 +197,16 @@ class DeviceProgram:
     def _send_ahead(self, changes: TableChanges) -> None:
         """By way of the memory of uploads: this step's comes later."""
         tables = self.state.page_tables
+        entries = torch.from_numpy(entries_of(changes))
         every = changes.rows.astype(np.int64) * tables.shape[1] + changes.pages
         for first in range(0, len(every), UPLOADED_CHANGES):
             part = slice(first, first + UPLOADED_CHANGES)
             count = len(every[part])
             places = self.state.upload[: 2 * count].view(torch.int64)
-            frames = self.state.upload[2 * count : 3 * count]
+            target = self.state.upload[2 * count : 3 * count]
             places.copy_(torch.from_numpy(every[part]))
-            frames.copy_(torch.from_numpy(changes.frames[part]))
-            tables.view(-1).index_copy_(0, places, frames)
+            target.copy_(entries[part])
+            tables.view(-1).index_copy_(0, places, target)
 
     def _copies(self, slot: int, words: int) -> tuple[Tensor, Tensor]:
         """(page-locked, device) views of an upload's first `words`, or some more: made once for each power of two."""

@@ -25,6 +25,11 @@ template <class E, int D> __device__ __forceinline__ int page_offset(int token, 
   else return blob_offset<D>(token, d >> 3) + (d & 7) * 2;
 }
 
+// An entry of the page tables on the device is a frame, and SHARED beside it where the host knew of several sequences with
+// that page when it sent the entry: a hint, for what stays in the L2 (paged_decode.cu). cuda/frames.py has the bit, too
+constexpr int SHARED = 1 << 30;
+__device__ __forceinline__ int frame_of(int entry) { return entry & ~SHARED; }
+
 // ---- the NaN rule: only finite keys and values are ever written (docs/kv-layout.md) ---------------------------------
 template <class E> constexpr float LARGEST = 0.f;
 template <> constexpr float LARGEST<bf16> = 3.3895313892515355e38f;
@@ -75,7 +80,7 @@ template <class E> __device__ __forceinline__ float round_to(float x) {  // what
 }
 
 // ---- sums over a warp ----------------------------------------------------------------------------------------------
-template <int LANES = 32> __device__ __forceinline__ float warp_sum(float x) {  // over groups of LANES neighbours
+template <int LANES = 32, class T> __device__ __forceinline__ T warp_sum(T x) {  // over groups of LANES neighbours
 #pragma unroll
   for (int offset = LANES / 2; offset; offset >>= 1) x += __shfl_xor_sync(ALL_LANES, x, offset);
   return x;

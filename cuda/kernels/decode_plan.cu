@@ -1,12 +1,19 @@
 // decode_plan: divides the work of paged_decode.cu, its line of (sequence, item, page), among blocks and their warps:
-// once a step, for all layers. Blocks have equal ranges, and so have the warps of a block, to a page; but
+// once a step, for all layers. Either
 //
-// * a block's range begins at the edge of an item if one is at most `snap_pages` away: then nothing of that item is
-//   merged between blocks, which costs one to three microseconds at the end of a launch. A longer range costs only its
-//   pages, while the others leave it their bandwidth;
-// * if there is a block for each item, and the longest item is at most `uneven_pages` longer than an even range, every
-//   block takes one item;
-// * a range has at least `least_pages` pages, if there are so many.
+// * every item has blocks of its own, with equal ranges to a page: where there are no more items than blocks, and one
+//   length of a range, at most `even_percent` longer than what all blocks alike would have, gives all of them enough; or
+//   one block each, if the longest item is at most `uneven_pages` longer than that;
+//
+//     line     |        item 0       |        item 1       |    item 2    |
+//     blocks   |   0  |   1  |   2   |   3  |   4  |   5   |   6  |   7   |   some are idle
+//
+// * or blocks have equal ranges; but a block's range begins at the edge of an item if one is at most `snap_pages` away,
+//   and has at least `least_pages` pages, if there are so many.
+//
+// Either way what is merged between blocks, which costs one to three microseconds at the end of a launch, is little. A
+// longer range costs only its pages, while the others leave it their bandwidth. The warps of a block have equal ranges, to
+// a page.
 //
 //   lengths [B] int32     keys of each sequence, the new token counted; 0: padding, not on the line. B is at most 1024
 //   rows [B] int32        of the page tables
@@ -21,11 +28,8 @@
 // One block of 1024 threads; at most MAX_BLOCKS blocks are given work. Some 2 us.
 #include "common.cuh"
 
-// Where the range of warp `warp` begins when a block's warps share `pages`: they differ by a page, and none is empty
-// before one that is not
-__device__ __forceinline__ int warp_begin(int warp, int warps, int pages) {
-  return warp * (pages / warps) + min(warp, pages % warps);
-}
+// Where the k-th of `n` equal parts of `pages` begins: they differ by a page, and none is empty before one that is not
+__device__ __forceinline__ int part_begin(int k, int n, int pages) { return k * (pages / n) + min(k, pages % n); }
 
 constexpr int MAX_BLOCKS = 1024;
 
@@ -42,9 +46,11 @@ __device__ __forceinline__ int last_before(const int* places, int count, int x) 
 
 extern "C" __global__ void __launch_bounds__(1024)
 decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, int items, int blocks, int warps,
-            int least_pages, int uneven_pages, int snap_pages, int max_pages, int4* starts,
+            int least_pages, int even_percent, int whole_percent, int uneven_pages, int snap_pages, int max_pages, int4* starts,
             int* first_parts, int4* sequences) {
-  __shared__ int warp_totals[32], first[1025], begins[MAX_BLOCKS + 1];  // on the line: of sequences, of blocks
+  __shared__ int warp_totals[32];
+  __shared__ int first[1025], begins[MAX_BLOCKS + 1];  // on the line: of sequences, of blocks
+  __shared__ int first_block[1025];                    // of sequences whose items have blocks of their own
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
   int4 mine = make_int4(0, 0, 0, 0);
   if (t < B && lengths[t]) {
@@ -52,45 +58,74 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
     mine = make_int4(lengths[t] - prefix.x * PAGE_SIZE, rows[t] * max_pages + prefix.x, prefix.y, prefix.z);
   }
   if (t < B) sequences[t] = mine;
-  int sum = pages_of(mine.x) * items;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset <<= 1) {
-    const int other = __shfl_up_sync(ALL_LANES, sum, offset);
-    if (lane >= offset) sum += other;
-  }
-  if (lane == 31) warp_totals[warp] = sum;
-  __syncthreads();
-  if (warp == 0) {
-    int total = warp_totals[lane];
+  auto sum_up_to = [&](int sum) {  // of all threads up to this one; the total is then in warp_totals[31]
 #pragma unroll
     for (int offset = 1; offset < 32; offset <<= 1) {
-      const int other = __shfl_up_sync(ALL_LANES, total, offset);
-      if (lane >= offset) total += other;
+      const int other = __shfl_up_sync(ALL_LANES, sum, offset);
+      if (lane >= offset) sum += other;
     }
-    warp_totals[lane] = total;
-  }
-  __syncthreads();
-  if (warp) sum += warp_totals[warp - 1];
-  const int total = warp_totals[31];
-  const int quota = max((total + blocks - 1) / blocks, least_pages), snap = min(snap_pages, quota / 2);
-  if (t < B) first[t + 1] = sum;
-  if (t == 0) first[0] = 0;
-  const bool is_long = __syncthreads_or(pages_of(mine.x) > quota + uneven_pages);
-  const bool item_a_block = B * items <= blocks && !is_long;
-  auto pages_of_sequence = [&](int sequence) { return (first[sequence + 1] - first[sequence]) / items; };
-  for (int block = t; block <= blocks; block += 1024) {
-    int line;
-    if (item_a_block) {
-      const int sequence = min(block / items, B);
-      line = first[sequence];
-      if (sequence < B) line += (block - sequence * items) * pages_of_sequence(sequence);
-    } else {
-      line = min(block * quota, total);  // blocks * quota < 2^31: total is
-      if (line < total) {
-        const int sequence = last_before(first, B, line), pages = pages_of_sequence(sequence);
-        const int down = (line - first[sequence]) % pages, up = pages - down;
-        if (min(down, up) <= snap) line += down <= up ? -down : up;
+    if (lane == 31) warp_totals[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+      int total = warp_totals[lane];
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        const int other = __shfl_up_sync(ALL_LANES, total, offset);
+        if (lane >= offset) total += other;
       }
+      warp_totals[lane] = total;
+    }
+    __syncthreads();
+    return warp ? sum + warp_totals[warp - 1] : sum;
+  };
+  const int my_pages = pages_of(mine.x), line_end = sum_up_to(my_pages * items), total = warp_totals[31];
+  int quota = max((total + blocks - 1) / blocks, least_pages);
+  const int snap = min(snap_pages, quota / 2);
+  if (t < B) first[t + 1] = line_end;
+  if (t == 0) first[0] = first_block[0] = 0;
+  const bool is_long = __syncthreads_or(my_pages > quota + uneven_pages);
+  auto pages_of_sequence = [&](int sequence) { return (first[sequence + 1] - first[sequence]) / items; };
+
+  int own = 0;  // the length of a range with which all items have enough blocks of their own; 0: there is none
+  if (B * items <= blocks) {
+    // every warp tries one: the first with which they have
+    const int length = is_long ? quota + quota * even_percent / 100 * warp / 31 : quota + uneven_pages;
+    int wanted = 0;
+    for (int sequence = lane; sequence < B; sequence += 32) {
+      wanted += (pages_of_sequence(sequence) + length - 1) / length * items;
+    }
+    wanted = warp_sum(wanted);
+    if (lane == 0) warp_totals[warp] = wanted <= blocks ? length : 0;
+    __syncthreads();
+    const int found = warp_totals[lane];
+    const u32 enough = __ballot_sync(ALL_LANES, found > 0);
+    if (enough) own = __shfl_sync(ALL_LANES, found, __ffs(enough) - 1);
+    __syncthreads();
+  }
+  if (own) {
+    const int end = sum_up_to((my_pages + own - 1) / own * items);
+    if (t < B) first_block[t + 1] = end;
+    __syncthreads();
+  }
+  const int pages_of_all = pages_of_sequence(0);
+  if (!__syncthreads_or(my_pages && my_pages != pages_of_all) && !own && total) {
+    const int whole = (quota + pages_of_all - 1) / pages_of_all * pages_of_all;
+    if (whole - quota <= quota * whole_percent / 100) quota = whole;
+  }
+  for (int block = t; block <= blocks; block += 1024) {
+    int line = total;
+    if (own) {
+      if (block < first_block[B]) {
+        const int sequence = last_before(first_block, B, block), pages = pages_of_sequence(sequence);
+        const int n = (first_block[sequence + 1] - first_block[sequence]) / items;
+        const int place = block - first_block[sequence], item = place / n;
+        line = first[sequence] + item * pages + part_begin(place - item * n, n, pages);
+      }
+    } else if (block * quota < total) {  // blocks * quota < 2^31: total is
+      line = block * quota;
+      const int sequence = last_before(first, B, line), pages = pages_of_sequence(sequence);
+      const int down = (line - first[sequence]) % pages, up = pages - down;
+      if (min(down, up) <= snap) line += down <= up ? -down : up;
     }
     begins[block] = line;
   }
@@ -98,8 +133,8 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
   for (int i = t; i < blocks * warps; i += 1024) {
     const int block = i / warps, warp_of_block = i - block * warps;
     const int begin = begins[block], all = begins[block + 1] - begin;
-    const int line = begin + warp_begin(warp_of_block, warps, all);
-    const int count = begin + warp_begin(warp_of_block + 1, warps, all) - line;
+    const int line = begin + part_begin(warp_of_block, warps, all);
+    const int count = begin + part_begin(warp_of_block + 1, warps, all) - line;
     if (count == 0) {
       starts[2 * i] = make_int4(all ? 0 : -1, 0, 0, 0);
       continue;
@@ -114,7 +149,7 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
     if (begin == begins[block + 1]) continue;
     const int sequence = last_before(first, B, begin);
     const int item = begin - (begin - first[sequence]) % pages_of_sequence(sequence);
-    const int first_block = last_before(begins, blocks, item);
-    first_parts[block] = 2 * first_block + (begins[first_block] == item ? 0 : 1);
+    const int holder = last_before(begins, blocks, item);
+    first_parts[block] = 2 * holder + (begins[holder] == item ? 0 : 1);
   }
 }

@@ -4,7 +4,7 @@
 //   q_weight, k_weight [D] E    weights of the queries' and keys' RMS norm before the rotation, or null: no norm
 //   cosines, sines [P, D / 2]   float32, by position; dims d and d + D / 2 turn together (GPT-NeoX order)
 //   rows, positions [T] int32   the token's row of the page tables (-1: padding, nothing is written) and its position
-//   page_tables [R, max_pages]  int32 frames
+//   page_tables [R, max_pages]  int32 entries
 //   layer_pool                  this layer's part of frame 0; frame f lies f * frame_stride bytes further
 //   failed [R] int32            set to 1 if the row's q, k or v was not finite, or its page is not there
 // Only finite keys and values are ever written (NaN becomes 0, the rest is clamped to E's range): attention multiplies
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) kv_append(
   const int position = row >= 0 ? positions[t] : 0;
   const bool is_query = head < H, is_value = head >= H + KH;
   int frame = 0;
-  if (row >= 0 && !is_query) frame = page_tables[(i64)row * max_pages + position / PAGE_SIZE];
+  if (row >= 0 && !is_query) frame = frame_of(page_tables[(i64)row * max_pages + position / PAGE_SIZE]);
   Lane<E, D> x = {};
   wait_for_previous_kernel();
   if (row >= 0) {

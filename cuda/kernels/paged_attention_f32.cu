@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(128) paged_attention_f32(
   const int keys = positions[t] + 1;
   const int* const table = page_tables + (i64)row * max_pages;
   auto page_of = [&](int key, int kind) {  // where the key (kind 0) or value (1) of one token lies
-    const char* frame = layer_pool + table[key / PAGE_SIZE] * frame_stride;
+    const char* frame = layer_pool + frame_of(table[key / PAGE_SIZE]) * frame_stride;
     return (const float*)(frame + (i64)(2 * (head / group) + kind) * PAGE_BYTES<float, D>) + key % PAGE_SIZE * D;
   };
   float top = NEGATIVE_INFINITY, sum = 0.f, o[V] = {};

@@ -27,13 +27,17 @@
 // paged_decode:
 //   q, out [B, H, D] E       token b at q + b * q_stride, out + b * out_stride
 //   layer_pool               frame f of this layer at layer_pool + f * frame_stride bytes: [kv head][K, V][blob]
-//   page_tables [R, max_pages] int32: entries past a sequence's last page are not read
+//   page_tables [R, max_pages] int32 entries (common.cuh): those past a sequence's last page are not read
 //   starts, first_parts, sequences  what decode_plan wrote, for this grid
 //   prefix_parts [any, H, D + 8] float32: one row of a part for each query head, its dims in the fragments' order
 //   parts [2 grid, GP, D + 4] float32: workspace, UNWRITTEN before and after
 //   scale                    1 / sqrt(D) * log2(e)
 // Each warp has its own ring of STAGES pages. On Hopper one thread fetches a page's K and V by one bulk copy; elsewhere
 // 32 lanes by cp.async. Bound by bandwidth (4 flop a byte).
+//
+// A page that one sequence alone reads is read once a launch, so it makes way in the L2 for those that several read,
+// for the queries and for what blocks hand over: its table entry lacks the bit SHARED. One that several read must not:
+// it would be gone before the next of them comes (without the bit 16 % slower, with it 3 % faster: docs/decisions/0013).
 //
 // Overlap with the kernel before (dependent launch): that one may write q, prefix parts and the sequences' last pages,
 // nothing else that is read here; plan and tables must come from kernels that ended before that one began. The
@@ -331,6 +335,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     return (float*)(which ? shared + w * STAGES * STAGE : shared + WARPS * STAGES * STAGE + w * GP * ROW * 4);
   };
 #ifdef HOPPER
+  const u64 read_once = read_once_policy();
   __shared__ __align__(8) u64 barriers[WARPS][STAGES];
   if (lane == 0) {
 #pragma unroll
@@ -348,24 +353,29 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
   const bool is_long = start.w >= LONG_BYTES / STAGE;
   if (!is_long) allow_next_kernel();
 
-  // ---- the ring: `next` runs STAGES pages ahead; its frame is looked up one page before it is fetched
-  auto fetch = [&](const Cursor& c, int frame, int stage) {
-    const char* source = layer_pool + frame * frame_stride + (i64)c.head * STAGE;
+  // ---- the ring: `next` runs STAGES pages ahead; its entry is looked up one page before it is fetched
+  auto fetch = [&](const Cursor& c, int entry, int stage) {
+    const char* source = layer_pool + frame_of(entry) * frame_stride + (i64)c.head * STAGE;
     const u32 target = ring + stage * STAGE;
 #ifdef HOPPER
     const u32 barrier = shared_address(&barriers[warp][stage]);
     const int tokens = c.facts.x - c.page * PAGE_SIZE;
+    const bool is_read_once = splits == 1 && !(entry & SHARED);
     if (tokens >= PAGE_SIZE || c.line < STAGES) {  // the ring's first pages whole: then what is not copied is finite
       if (lane == 0) {
         barrier_arrive_expecting(barrier, STAGE);
-        bulk_copy(target, source, STAGE, barrier);
+        if (is_read_once) bulk_copy(target, source, STAGE, barrier, read_once);
+        else bulk_copy(target, source, STAGE, barrier);
       }
     } else {  // what a sequence's last tokens have of each atom: of keys, then of values, those of 8 tokens together
       constexpr int ATOM = 1024, ATOMS = PAGE / ATOM;
       if (lane == 0) barrier_arrive_expecting(barrier, tokens * (STAGE / PAGE_SIZE));
       __syncwarp();
       const int mine = min(tokens - lane / (ATOMS / 2) % 2 * 8, 8), place = lane * ATOM;
-      if (lane < 2 * ATOMS && mine > 0) bulk_copy(target + place, source + place, mine * (ATOM / 8), barrier);
+      if (lane < 2 * ATOMS && mine > 0) {
+        if (is_read_once) bulk_copy(target + place, source + place, mine * (ATOM / 8), barrier, read_once);
+        else bulk_copy(target + place, source + place, mine * (ATOM / 8), barrier);
+      }
     }
 #else
 #pragma unroll
@@ -377,20 +387,20 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
     async_copy_commit();
 #endif
   };
-  auto frame_of = [&](const Cursor& c) { return c.line < line.end ? page_tables[c.facts.y + c.page] : 0; };
+  auto entry_of = [&](const Cursor& c) { return c.line < line.end ? page_tables[c.facts.y + c.page] : 0; };
 
   const int start_head = start.y / splits;
   Cursor current = {0, start.x, start_head, start.y - start_head * splits, start.z, start_facts};
   Cursor next = current;
   Cursor ahead[STAGES];
-  int frames[STAGES];
+  int entries[STAGES];
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {  // all look-ups are under way before the first fetch waits for one
     ahead[s] = next;
-    frames[s] = frame_of(next);
+    entries[s] = entry_of(next);
     line.advance(next, 1);
   }
-  int next_frame = frame_of(next);
+  int next_entry = entry_of(next);
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     if (ahead[s].line < line.end) {
@@ -399,7 +409,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
       // One after the other: all at once would hold up what the kernel before still hands over
       if (D == 128 && s) barrier_wait(shared_address(&barriers[warp][s - 1]), 0);
 #endif
-      fetch(ahead[s], frames[s], s);
+      fetch(ahead[s], entries[s], s);
     }
     commit();
   }
@@ -448,9 +458,9 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) paged_decode(
       attention.attend(keys, keys + PAGE, current.facts.x - page * PAGE_SIZE, scale, lane);
       __syncwarp();  // all lanes have read the stage
       if (next.line < line.end) {
-        fetch(next, next_frame, stage);
+        fetch(next, next_entry, stage);
         line.advance(next, 1);
-        next_frame = frame_of(next);
+        next_entry = entry_of(next);
         if (is_long && next.line >= line.end) allow_next_kernel();
       }
       commit();

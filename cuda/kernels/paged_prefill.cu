@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill(
     const u32 target = shared_address(shared) + (tile & 1) * STAGE + tid * 16;
 #pragma unroll
     for (int p = 0; p < TILE_PAGES; ++p) {
-      const int frame = table[min(tile * TILE_PAGES + p, pages - 1)];
+      const int frame = frame_of(table[min(tile * TILE_PAGES + p, pages - 1)]);
       const char* source = head_pool + frame * frame_stride + tid * 16;
 #pragma unroll
       for (int i = 0; i < 2 * PAGE; i += THREADS * 16) async_copy_16(target + p * 2 * PAGE + i, source + i);

@@ -118,8 +118,8 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
         if (item.tiles == 0) break;
         const int* const table = page_tables + item.table;
         const char* const source = layer_pool + (item.kv_head * 2 + which) * PAGE;
-        auto frame_of = [&](int tile) { return table[min(tile * TILE_PAGES + (lane & 7), item.pages - 1)]; };
-        int frame = frame_of(item.last_tile + item.tiles - 1);
+        auto frame_in = [&](int tile) { return frame_of(table[min(tile * TILE_PAGES + (lane & 7), item.pages - 1)]); };
+        int frame = frame_in(item.last_tile + item.tiles - 1);
         for (int tile = item.last_tile + item.tiles - 1; tile >= item.last_tile; --tile, ++fetched) {
           // Pages that nobody sees may be those of any tile before, but not what was there before the first
           const int pages = fetched < place.count ? TILE_PAGES : min(item.pages - tile * TILE_PAGES, TILE_PAGES);
@@ -131,7 +131,7 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
             bulk_copy(target + place.at * STAGE + lane * PAGE, source + frame * frame_stride, PAGE, arrived);
           }
           place.advance();
-          if (tile > item.last_tile) frame = frame_of(tile - 1);
+          if (tile > item.last_tile) frame = frame_in(tile - 1);
           if (which == 0 && lane == 0 && tile == item.last_tile + NEAR_TILES && item.tiles >= LONG_TILES) {
             barrier_arrive(barrier(NEAR_END, 0));
           }

@@ -211,6 +211,16 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
+// The same of what is read once: in the L2 it makes way for anything else
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -238,7 +238,7 @@ template <class E, int D> struct Append {  // as kv_append does
     const int head = low / D;
     if (head >= H) {
       const i64 entry = (i64)f.row * max_pages + f.position / PAGE_SIZE;
-      f.frame = (int)load_ordered((const u32*)page_tables + entry);
+      f.frame = frame_of((int)load_ordered((const u32*)page_tables + entry));
     }
     if (head < H + KH) {
       f.c = cosines[(i64)f.position * (D / 2) + low % D];

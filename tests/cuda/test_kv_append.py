@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from paged_cases import either
+from paged_cases import either, marked
 
 from cuda.frames import FrameLayout, FramePool
 from cuda.kv_append import KvAppend
@@ -37,6 +37,7 @@ class Setup:
 
     def __init__(self, device, generator, dtype, heads, kv_heads, head_dim) -> None:
         self.device, self.dtype, self.heads, self.kv_heads, self.head_dim = device, dtype, heads, kv_heads, head_dim
+        self.generator = generator
         self.layout = FrameLayout(2, kv_heads, head_dim, dtype)
         self.pool = FramePool(self.layout, 12, device.name)
         self.positions = torch.tensor([0, 7, 15, 16, 47, 33, 34], dtype=torch.int32)
@@ -73,7 +74,7 @@ class Setup:
             on_device,
             self.rows.to(name),
             self.positions.to(name),
-            self.tables.to(name),
+            marked(self.tables, self.generator).to(name),
             failed,
         )
         self.device.synchronize()

@@ -10,7 +10,7 @@ from kernel_devices import Device, open_device
 from paged_cases import attention, either, paged_case, worst_error
 
 from cuda.errors import ShapeMismatch
-from cuda.frames import FrameLayout
+from cuda.frames import SHARED, FrameLayout
 from cuda.paged_decode import BEFORE_HOPPER, FEW_NARROW, MANY_NARROW, UNWRITTEN, WIDE, DecodeShape, PagedDecode
 
 LIMIT = 5e-3  # 1e-3 is what rounding to bf16 gives
@@ -165,6 +165,8 @@ def blocks_of(decode: PagedDecode, shape: DecodeShape, lengths: list[int]) -> li
         (5, [100, 1, 0, 6400], [1, 1, 0, 10]),  # one is long: cut among all
         (2, [160] * 3 + [0] + [160] * 3, [1] * 3 + [0] + [1] * 3),  # more than blocks: every cut is near an edge
         (2, [160, 16 * 61, 160], [1, 3, 1]),  # two cuts are far from one
+        (5, [16 * 99 - 5, 0, 16 * 198], [3, 0, 6]),  # ranges of 33 pages, where an even one has 30
+        (4, [16 * 100, 16 * 99], [4, 4]),  # no block has of both
     ],
 )
 def test_sequences_are_cut_only_far_from_their_edges(device, generator, multiprocessors, lengths, parts) -> None:
@@ -179,6 +181,47 @@ def test_sequences_are_cut_only_far_from_their_edges(device, generator, multipro
         assert sum(block.get(sequence, 0) for block in blocks) == -(-length // 16)
     found = [sum(sequence in block for block in blocks) for sequence in range(len(lengths))]
     assert found == parts
+
+
+@pytest.mark.parametrize(("lengths", "least", "most"), [([16 * 99 - 5, 0, 16 * 198], 33, 33), ([1601, 1583], 24, 26)])
+def test_items_with_blocks_of_their_own_are_cut_evenly(device, generator, lengths, least, most) -> None:
+    """To a page, whatever the items' edges are."""
+    case = paged_case(FrameLayout(1, 1, 128, torch.bfloat16), lengths, device.name, generator)
+    shape = DecodeShape(4, 3, 2)
+    decode = PagedDecode(device.loader, case.pool, 3, shape=shape)
+    set_grid(decode, 5 if lengths[1] == 0 else 4, device.name)
+    decode.plan(device.stream, case.page_tables, case.rows, case.lengths)
+    pages = [sum(block.values()) for block in blocks_of(decode, shape, lengths) if block]
+    assert (min(pages), max(pages)) == (least, most)
+
+
+@pytest.mark.parametrize("lengths", [[16 * 80 - 3, 0, 800], [16 * 80 - 3, 800, 0], [0, 700, 700, 650]])
+def test_several_items_a_sequence_have_blocks_of_their_own(device, generator, lengths) -> None:
+    """What the plan gives them is merged to the right results."""
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "shape": MANY_NARROW}
+    assert run(device, generator, lengths, blocks=5, **shape) < LIMIT
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (9, 64), (32, 64)])
+def test_hints_in_the_page_tables_change_nothing(device, generator, heads, head_dim) -> None:
+    """Whether a page is said to be shared decides where it is cached alone: the results agree bit for bit. Whole pages
+    and last ones, and items that have a page in common (16 query heads a kv head).
+    """
+    lengths = [300, 1, 17, 0, 64]
+    case = paged_case(FrameLayout(1, 2 if heads != 9 else 3, head_dim, torch.bfloat16), lengths, device.name, generator)
+    decode = PagedDecode(device.loader, case.pool, heads)
+    q = torch.randn(len(lengths), heads * head_dim, generator=generator).bfloat16().to(device.name)
+    outs = []
+    for tables in (case.page_tables, case.page_tables & ~SHARED, case.page_tables | SHARED):
+        out = torch.zeros_like(q)
+        decode.plan(device.stream, tables, case.rows, case.lengths)
+        device.synchronize()
+        decode(device.stream, 0, q, out, tables, len(lengths))
+        device.synchronize()
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert outs[0][0].any()
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import torch
 from device_sampler import send
 
 from cuda.errors import ShapeMismatch
+from cuda.frames import SHARED
 from cuda.scatter import (
     SETTINGS,
     DeviceState,
@@ -101,6 +102,16 @@ def test_table_changes_settings_and_copies_arrive(device) -> None:
     assert (np.delete(stored, [3, 7]) == greedy_settings(10)).all()
     sources, targets = copies_of(state.upload, words, 2)
     assert (sources.tolist(), targets.tolist()) == ([1, 2], [3, 4])
+
+
+def test_pages_that_are_shared_say_so_in_the_device_s_tables_alone(device) -> None:
+    """A bit beside the frame; the orders' frames stay plain."""
+    state = make_state(device)
+    frames = np.array([8, 9, SHARED - 1], INT)
+    changes = TableChanges(np.array([0, 0, 1], INT), np.array([0, 1, 5], INT), frames, np.array([True, False, True]))
+    send(device, state, step([0], [0], [1], changes=changes), 1, 1)
+    assert state.page_tables[[0, 0, 1], [0, 1, 5]].tolist() == [8 | SHARED, 9, 2 * SHARED - 1]
+    assert frames.tolist() == [8, 9, SHARED - 1]
 
 
 def test_table_changes_can_go_ahead_alone(device) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_devices import Device
-from paged_cases import JUNK, PAGE, attention, either, worst_error
+from paged_cases import ABSENT_FRAME, JUNK, PAGE, attention, either, marked, worst_error
 
 from cuda.errors import ShapeMismatch
 from cuda.frames import FrameLayout, FramePool
@@ -53,7 +53,7 @@ def shared_case(
     places = torch.randperm(count, generator=generator).tolist()
     rows = torch.randperm(count + 3, generator=generator)[:count]
     width = max(f.pages + -(-max(f.own) // PAGE) for f in families) + 2
-    tables = torch.full((count + 3, width), 2**30)
+    tables = torch.full((count + 3, width), ABSENT_FRAME)
     lengths = torch.zeros(count, dtype=torch.int32)
     keys: list[torch.Tensor] = [torch.empty(0)] * count
     values = list(keys)
@@ -91,7 +91,7 @@ def shared_case(
             starts.append(len(members))
             shared_pages.append(family.pages)
     shared = SharedPrefixes(*(np.array(part, np.int32) for part in (members, starts, shared_pages)))
-    numbers = (part.to(device, torch.int32) for part in (tables, rows, lengths))
+    numbers = (part.to(device, torch.int32) for part in (marked(tables, generator), rows, lengths))
     return SharedCase(pool, *numbers, shared, keys, values)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from paged_cases import marked
 
 from cuda import thin_linear
 from cuda.errors import ShapeMismatch, UnsupportedDevice
@@ -208,7 +209,7 @@ def test_append_is_a_product_and_kv_append(
         owners[1] = -1  # padding
         tables[owners[2], positions[2] // 16] = -1  # a page that is not there
         case.x[3, 5] = float("nan")
-    arrays = [tensor.to(name) for tensor in (owners, positions, tables)]
+    arrays = [tensor.to(name) for tensor in (owners, positions, marked(tables, generator))]
     cosines, sines = angles.cos().to(name), angles.sin().to(name)
 
     pools = [FramePool(layout, 4 * rows, name) for _ in range(2)]

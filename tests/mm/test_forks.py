@@ -64,6 +64,43 @@ def test_a_fork_publishes_all_its_pages_anew_where_those_before_are_lost() -> No
     assert house.lookup([*child.tokens, 1]).cached_tokens == 16
 
 
+def hints(house: House, guest: Guest) -> list[bool]:
+    """By page, whether the device has it as shared."""
+    return house.device.shared[guest.row, : len(guest.frames)].tolist()
+
+
+def test_the_device_knows_of_both_that_their_pages_are_shared_and_of_a_copy_that_it_is_not() -> None:
+    house = House()
+    parent = house.start(tokens(13, 1))
+    assert hints(house, parent) == [False] * 4
+    child = fork(house, parent, 13)
+    assert hints(house, child) == [True] * 4
+    house.step(child, tokens(4, 2))
+    assert hints(house, child) == [True, True, True, False, False]
+    house.step(parent, tokens(4, 3))
+    assert hints(house, parent)[:3] == [True] * 3
+    second = fork(house, parent, 17)
+    house.step(second, tokens(1, 4))
+    house.step(parent, tokens(1, 5))
+    assert hints(house, parent)[:4] == [True] * 4, "of pages that came since the first fork, too"
+    assert hints(house, second) == [True] * 4 + [False]
+
+
+def test_a_parent_is_told_once_of_each_page() -> None:
+    house = House()
+    parent = house.start(tokens(13, 1))
+    fork(house, parent, 13)
+    house.step(parent, tokens(1, 2))
+    fork(house, parent, 12)
+    assert not house.memory.tables.has_unsent
+    parent.space.truncate(8)
+    parent.tokens = parent.tokens[:8]
+    house.step(parent, tokens(5, 3))
+    fork(house, parent, 13)
+    rows, pages = house.memory.tables.take_unsent()
+    assert (rows.tolist(), pages.tolist()) == ([parent.row] * 3, [1, 2, 3])
+
+
 def test_a_fork_longer_than_its_parent_is_refused() -> None:
     house = House()
     parent = house.start(tokens(5, 1))

@@ -47,6 +47,21 @@ def test_prefill_in_chunks_on_a_cached_prefix_writes_the_same(tail: int, chunk: 
     house.check(guest)
 
 
+def test_the_device_is_told_which_pages_of_a_hit_others_have_too() -> None:
+    """A hint: of those found in the cache alone, and of those in swap, it says no."""
+    house, prompt = House(slots=8), tokens(3 * P)
+    house.run([*prompt, 7])
+    first, second = house.admit([*prompt, 1]), house.admit([*prompt[: 2 * P], 2])
+    house.prefill(first)
+    house.prefill(second)
+    assert house.device.shared[first.row, :4].tolist() == [True, True, False, False]
+    assert house.device.shared[second.row, :3].tolist() == [True, True, False]
+    for guest in (first, second):
+        guest.space.release()
+    alone = house.start([*prompt, 5, 6])
+    assert not house.device.shared[alone.row, :4].any()
+
+
 # --- what a page is tied to
 
 

@@ -130,6 +130,7 @@ def test_a_page_of_a_fork_family_is_swapped_once_and_shared_again() -> None:
     house.step(parent, [1])
     house.step(child, [2])
     house.check(parent, child)
+    assert house.device.shared[[parent.row, child.row], :3].tolist() == [[True, True, False]] * 2
 
 
 def test_a_second_sequence_joins_a_copy_under_way() -> None:

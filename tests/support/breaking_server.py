@@ -14,7 +14,7 @@ submit = CudaExecutor.submit
 def submit_or_break(executor: CudaExecutor, plan: StepPlan) -> CudaTicket:
     ticket = submit(executor, plan)
     if Path(os.environ["BREAK"]).exists():
-        executor._program.state.page_tables.fill_(1 << 30)  # behind this step, ahead of the next one
+        executor._program.state.page_tables.fill_((1 << 30) - 1)  # behind this step, ahead of the next one
     return ticket
 
 

@@ -550,6 +550,11 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
   memset(t, 0xff, bytes);
   emulator::barrier_at(barrier).copies.push_back({t, source, bytes});
 }
+inline u64 read_once_policy() { return 1; }
+inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  if (policy != read_once_policy()) emulator::fail("a bulk copy with a policy that nobody made");
+  bulk_copy(target, source, bytes, barrier);
+}
 inline void barrier_wait(u32 barrier, u32 parity) {
   auto& b = emulator::barrier_at(barrier);
   if ((b.phase & 1) != parity) return;

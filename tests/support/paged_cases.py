@@ -9,15 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda.frames import FrameLayout, FramePool
+from cuda.frames import SHARED, FrameLayout, FramePool
 
 PAGE = 16
+ABSENT_FRAME = SHARED - 1
 JUNK = 1e4  # finite and large: if a kernel lets it count, the result is far off
+
+
+def marked(tables: Tensor, generator: torch.Generator) -> Tensor:
+    """Page tables with SHARED in a random half of the entries: a hint, whatever the kernel."""
+    hints = torch.randint(0, 2, tables.shape, generator=generator, dtype=tables.dtype)
+    return tables | hints * SHARED
 
 
 @dataclass
 class PagedCase:
-    """S sequences whose pages lie in random frames. Unused table entries name a frame that does not exist."""
+    """S sequences whose pages lie in random frames. Unused table entries name a frame that does not exist; a random
+    half of all have the bit SHARED.
+    """
 
     pool: FramePool
     page_tables: Tensor  # (R, P) int32
@@ -47,7 +56,7 @@ def paged_case(
     pool.data.fill_(JUNK)
     rows_total = len(lengths) + spare_rows
     rows = torch.randperm(rows_total, generator=generator)[: len(lengths)]
-    tables = torch.full((rows_total, max(max(pages), 1) + 2), 2**30)
+    tables = torch.full((rows_total, max(max(pages), 1) + 2), ABSENT_FRAME)
     keys, values, used = [], [], 0
     for row, length, count in zip(rows.tolist(), lengths, pages, strict=True):
         mine = order[used : used + count]
@@ -67,7 +76,7 @@ def paged_case(
     rows[torch.tensor(lengths) == 0] = -1
     return PagedCase(
         pool,
-        tables.to(device, torch.int32),
+        marked(tables, generator).to(device, torch.int32),
         rows.to(device, torch.int32),
         torch.tensor(lengths, dtype=torch.int32, device=device),
         keys,

@@ -15,6 +15,7 @@ class SimulatedDevice:
         self.memory = memory
         self.pool = np.full((memory.frames.total, memory.page_size), JUNK, np.int64)
         self.tables = np.full_like(memory.tables.entries, -1)  # the device's copy: changed by orders alone
+        self.shared = np.zeros(self.tables.shape, np.bool_)  # its hints
         self.writes_to_shared = 0
 
     def carry_out(self, orders: MemoryOrders) -> None:
@@ -24,9 +25,11 @@ class SimulatedDevice:
         self.pool[targets] = self.pool[sources]
         changes = orders.table_changes
         assert (changes.frames >= 0).all(), "an entry that names no frame"
+        assert len(changes.shared) in (0, len(changes)), "some hints are missing"
         places = changes.rows.astype(np.int64) * self.tables.shape[1] + changes.pages
         assert len(np.unique(places)) == len(places), "an entry is changed twice"
         self.tables[changes.rows, changes.pages] = changes.frames
+        self.shared[changes.rows, changes.pages] = changes.shared if len(changes.shared) else False
 
     def write(self, row: int, position: int, tokens: list[int]) -> None:
         """Write `tokens` at `position` ... of `row`, through the device's page table."""
