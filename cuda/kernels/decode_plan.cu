@@ -46,7 +46,7 @@ __device__ __forceinline__ int last_before(const int* places, int count, int x) 
 
 extern "C" __global__ void __launch_bounds__(1024)
 decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, int items, int blocks, int warps,
-            int least_pages, int even_percent, int whole_percent, int uneven_pages, int snap_pages, int max_pages, int4* starts,
+            int least_pages, int even_percent, int uneven_pages, int snap_pages, int max_pages, int4* starts,
             int* first_parts, int4* sequences) {
   __shared__ int warp_totals[32];
   __shared__ int first[1025], begins[MAX_BLOCKS + 1];  // on the line: of sequences, of blocks
@@ -79,17 +79,16 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
     return warp ? sum + warp_totals[warp - 1] : sum;
   };
   const int my_pages = pages_of(mine.x), line_end = sum_up_to(my_pages * items), total = warp_totals[31];
-  int quota = max((total + blocks - 1) / blocks, least_pages);
-  const int snap = min(snap_pages, quota / 2);
+  const int quota = max((total + blocks - 1) / blocks, least_pages), snap = min(snap_pages, quota / 2);
   if (t < B) first[t + 1] = line_end;
   if (t == 0) first[0] = first_block[0] = 0;
   const bool is_long = __syncthreads_or(my_pages > quota + uneven_pages);
   auto pages_of_sequence = [&](int sequence) { return (first[sequence + 1] - first[sequence]) / items; };
 
   int own = 0;  // the length of a range with which all items have enough blocks of their own; 0: there is none
-  if (B * items <= blocks) {
-    // every warp tries one: the first with which they have
-    const int length = is_long ? quota + quota * even_percent / 100 * warp / 31 : quota + uneven_pages;
+  if (B * items <= blocks && !is_long) own = quota + uneven_pages;
+  if (B * items <= blocks && is_long) {  // every warp tries one: the first with which they have
+    const int length = quota + quota * even_percent / 100 * warp / 31;
     int wanted = 0;
     for (int sequence = lane; sequence < B; sequence += 32) {
       wanted += (pages_of_sequence(sequence) + length - 1) / length * items;
@@ -106,11 +105,6 @@ decode_plan(const int* lengths, const int* rows, const int4* prefixes, int B, in
     const int end = sum_up_to((my_pages + own - 1) / own * items);
     if (t < B) first_block[t + 1] = end;
     __syncthreads();
-  }
-  const int pages_of_all = pages_of_sequence(0);
-  if (!__syncthreads_or(my_pages && my_pages != pages_of_all) && !own && total) {
-    const int whole = (quota + pages_of_all - 1) / pages_of_all * pages_of_all;
-    if (whole - quota <= quota * whole_percent / 100) quota = whole;
   }
   for (int block = t; block <= blocks; block += 1024) {
     int line = total;
