@@ -23,7 +23,8 @@ UNEVEN_PAGES = 24  # of 128 dims; twice as many of 64
 x 1,024) cost 1.8 us, 30 (4 x 600) nothing; with 64 dims, 30 pages gain 0.8 us and 52 (8 x 1,024) 0.1."""
 EVEN_PERCENT = 12
 """Where every item can have blocks of its own, their ranges may be so much longer than even ones. Measured likewise, 4
-/ 12 / 30: 3 x 8,192 26.4 / 25.9 / 25.9, 30,000 + 20,000 49.8 / 50.3 / 50.9, five of 400 to 10,000 29.8 / 29.7 / 29.1."""
+/ 12 / 30: 3 x 8,192 26.4 / 25.9 / 25.9, 30,000 + 20,000 49.8 / 50.3 / 50.9, five of 400 ... 10,000 29.8 / 29.7 / 29.1.
+"""
 UNWRITTEN = -1  # the bits of a number that no block has handed to another
 PART_PADDING = 4  # floats after each part's row: maximum, sum, and two unused
 
