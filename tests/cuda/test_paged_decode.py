@@ -67,11 +67,11 @@ def run(
 
 
 GROUPS = [(2, 2), (9, 3), (8, 2), (7, 1), (16, 2), (24, 2), (11, 1)]  # 1, 3, 4, 7, 8, 12 and 11 query heads a kv head
-ON_ALL = [(2, 2, 64), (9, 3, 64), (8, 2, 128), (7, 1, 128), (16, 2, 64), (24, 2, 128), (11, 1, 64)]
+GROUPS_ON_ALL = [(2, 2, 64), (9, 3, 64), (8, 2, 128), (7, 1, 128), (16, 2, 64), (24, 2, 128), (11, 1, 64)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), either(ON_ALL, [(*g, d) for g in GROUPS for d in (64, 128)])
+    ("heads", "kv_heads", "head_dim"), either(GROUPS_ON_ALL, [(*g, d) for g in GROUPS for d in (64, 128)])
 )
 def test_every_group_size(device, generator, heads, kv_heads, head_dim) -> None:
     """Lengths at page edges, absent sequences among them, whatever number of query heads shares a kv head."""
@@ -79,7 +79,7 @@ def test_every_group_size(device, generator, heads, kv_heads, head_dim) -> None:
 
 
 SHAPES = {"few": FEW_NARROW, "wide": WIDE, "narrow": MANY_NARROW, "before Hopper": BEFORE_HOPPER}
-ON_ALL = [
+SHAPES_ON_ALL = [
     ("few", 128, torch.bfloat16),
     ("wide", 64, torch.float16),
     ("narrow", 128, torch.float16),
@@ -89,7 +89,7 @@ ON_ALL = [
 
 @pytest.mark.parametrize(
     ("shape", "head_dim", "dtype"),
-    either(ON_ALL, itertools.product(SHAPES, (64, 128), (torch.bfloat16, torch.float16))),
+    either(SHAPES_ON_ALL, itertools.product(SHAPES, (64, 128), (torch.bfloat16, torch.float16))),
 )
 def test_every_shape_and_dtype(device, generator, shape, head_dim, dtype) -> None:
     """Each way of filling a multiprocessor gives the same answer."""
