@@ -105,9 +105,10 @@ class Form(Protocol):
     def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
         """What stands before and behind the text, as a JSON string, in events of this choice with nothing but text.
 
-        Only of its further events, without usage. None where an event depends on more than its text.
+        Only of its further events, without usage. None where an event depends on more than its text, as in forms that
+        do not say otherwise.
         """
-        ...
+        return None
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         """What ends a stream. with_usage: the client asked for the usage."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from service.answers import Wishes
+from service.answers import Form, Wishes
 from service.anthropic_body import NAMES, CountBody, MessagesBody
 from service.body import read_body
 from service.choice import Choice, Delta
@@ -41,7 +41,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     return json_answer({"input_tokens": len(prompt.ids)})
 
 
-class MessagesForm:
+class MessagesForm(Form):
     """How an answer is written (answers.Form)."""
 
     def __init__(self, *, request_id: str, created: int, model: str, fingerprint: str, wishes: Wishes) -> None:
@@ -65,9 +65,6 @@ class MessagesForm:
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         """Nothing for a token without text: an empty delta is no event of this API."""
         return b"".join(map(self._blocks.take, delta.all_parts))
-
-    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        return None
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         return (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from service.answers import Wishes, usage
+from service.answers import Form, Wishes, usage
 from service.choice import Choice, Delta
 from service.completions import answer_as_chat
 from service.errors import PagewalkError
@@ -43,7 +43,7 @@ class _NumberedEvents:
         return named_event(kind, msgspec.json.encode(event))
 
 
-class ResponsesForm:
+class ResponsesForm(Form):
     """How an answer is written (answers.Form)."""
 
     def __init__(
@@ -85,9 +85,6 @@ class ResponsesForm:
     def event(self, choice: Choice, delta: Delta, usage_so_far: bytes | None, *, is_first: bool) -> bytes:
         """Nothing for a token without text: an empty delta is no event of this API."""
         return b"".join(map(self._items.take, delta.all_parts))
-
-    def around_text(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        return None
 
     def closing(self, generation: Generation, *, with_usage: bool) -> bytes:
         events = self._items.end(_status_of(generation))
