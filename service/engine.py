@@ -299,11 +299,7 @@ class Engine:
     async def _wait(self, ticket: Ticket) -> StepResult:
         """Let the event loop run until the step is done: poll where steps are short, else wait in a thread."""
         await asyncio.sleep(0)  # front ends get a turn each step, however fast the device is
-        for _ in range(self.executor.polls):
-            if ticket.is_done():
-                return ticket.wait()
-            await asyncio.sleep(0)
-        if ticket.is_done():
+        if await self._polled(ticket.is_done):
             return ticket.wait()
         return await asyncio.get_running_loop().run_in_executor(self._waiter, ticket.wait)
 
@@ -313,10 +309,7 @@ class Engine:
         """
         if not self.held:
             self._is_idle.set()
-        for _ in range(self.executor.polls):
-            if self._wake.is_set():
-                break
-            await asyncio.sleep(0)
+        await self._polled(self._wake.is_set)
         if not await self._woken_within(QUIET_S):
             while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
                 await asyncio.sleep(0)
@@ -325,6 +318,14 @@ class Engine:
                 due_s = self.scheduler.next_deadline_s
                 await self._woken_within(None if due_s is None else max(0.0, due_s - self._clock()))
         self._wake.clear()
+
+    async def _polled(self, is_done: Callable[[], bool]) -> bool:
+        """Whether it is, at the latest after as many turns of the event loop as the device is polled for."""
+        for _ in range(self.executor.polls):
+            if is_done():
+                return True
+            await asyncio.sleep(0)
+        return is_done()
 
     async def _woken_within(self, seconds: float | None) -> bool:
         if not self._wake.is_set():
