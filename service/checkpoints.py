@@ -2,7 +2,7 @@
 
     save       between two steps: what it is, and a hold on its pages ──▶ copied in portions ──▶ a thread writes
     restore    a thread reads the file ──▶ checked ──▶ queued as a new request, whose pages are copied into frames when
-               it enters a row (Engine._fill), so that nothing is computed but its last token
+               it enters a row (Copies._fill), so that nothing is computed but its last token
 
 A Sequence does not notice that it is saved. What cannot be saved or restored is refused, and has changed nothing. What
 comes from a file is never shared with other requests: it is not in the page cache until it was computed here.
@@ -161,7 +161,7 @@ class Checkpoints:
         try:
             store = await self._memory_for(len(hold.entries))
             places = np.flatnonzero(hold.entries >= 0).astype(np.int32)
-            if not await self._engine.copying.copy(hold.frames, places, store, is_out=True):
+            if not await self._engine.copies.pages.copy(hold.frames, places, store, is_out=True):
                 raise ServiceUnavailable("its pages could not be copied")
             in_swap = np.flatnonzero(hold.entries < 0).tolist()
             await asyncio.to_thread(self._copy_swapped, store, in_swap, hold.slots.tolist())

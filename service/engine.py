@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import msgspec
-import numpy as np
 import structlog
 
 from mm.addresses import FloatArray
@@ -29,6 +28,7 @@ from model.executor import Executor
 from model.step_plan import StepPlan, StepResult, Ticket
 from service.between_steps import BetweenSteps
 from service.committed import Committed
+from service.copies import Copies
 from service.engine_client import (
     Abort,
     Cancel,
@@ -45,18 +45,16 @@ from service.engine_client import (
     Submit,
     TokenBatch,
 )
-from service.errors import BadRequest, EngineDead, QueueFull
+from service.errors import BadRequest, QueueFull
 from service.forks import find_parent, fork
 from service.grammars import Grammar, MaskWorker, Matcher
 from service.held_submits import Held, HeldSubmits
 from service.open_requests import open_requests
-from service.page_copying import PageCopying
 from service.questions import FindParent, Fork, Forked, Parent
 from service.queue_wait import QueueWait
 from service.rate_limits import RateLimits
 from service.request import Sequence
 from service.scheduler import Scheduler
-from service.sequences import Fill
 from service.step_log import StepEntry, StepLog
 
 QUIET_S = 0.05
@@ -64,9 +62,6 @@ QUIET_S = 0.05
 
 IDLE_AUDIT_S = 1.0
 """An engine that has been idle this long audits its memory once: never while a request could wait for it."""
-
-FIRST_SWAP_BYTES = 1 << 30
-"""Swap memory that is taken at the start; then it doubles as it is used."""
 
 READ_AT_ONCE = 128
 """Requests that a step reads. One costs 0.1 ms to take in: where a thousand come at once, the device computes for the
@@ -160,11 +155,8 @@ class Engine:
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
         self._step = 0
-        self._ready_slots = self._wanted_slots = 0
         self.steps = StepLog()
-        self._moving: dict[int, tuple[int, float]] = {}  # swap orders that are under way: pages, begun
-        self.copying = PageCopying(executor, self._between_steps)
-        self._filling: set[asyncio.Task[None]] = set()
+        self.copies = Copies(scheduler, executor, self._between_steps, clock)
 
     # --- the loop
 
@@ -184,23 +176,22 @@ class Engine:
             self.held.close()
             if self._masks is not None:
                 self._masks.close()
-            self.copying.stop()
+            self.copies.stop()
             self._between_steps.end()
 
     @property
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         is_asked = bool(self._inbox or self._between_steps)
-        is_copying = bool(self._moving or self.copying.jobs)
-        return is_asked or scheduler.has_work or is_copying or scheduler.is_due(self._clock())
+        return is_asked or scheduler.has_work or self.copies.are_under_way or scheduler.is_due(self._clock())
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
         self.read_messages(READ_AT_ONCE)
         self._between_steps.carry_out()
-        if self._ready_slots < self.executor.slots:
-            self._open_slots()
-        self._take_ended_copies()
+        self.copies.open_slots()
+        if self.copies.take_ended():
+            self._progress_s = self._clock()
         started = self._clock()
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
@@ -214,9 +205,9 @@ class Engine:
         )
         ended = self.scheduler.take_ended()
         self._publish(self._step, ended, scheduled)
-        self._start_copies()
+        self.copies.start()
         if plan is None and self.previous is None:
-            if self._moving or self.scheduler.memory.is_copying:
+            if self.copies.are_swapping or self.scheduler.memory.is_copying:
                 await asyncio.sleep(SWAP_POLL_S)  # all who could run wait for their pages
             elif self.scheduler.has_work and not ended:
                 raise RuntimeError("the scheduler has work and nothing to run: no step could ever change that")
@@ -332,51 +323,6 @@ class Engine:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), seconds)
         return self._wake.is_set()
-
-    # --- copies beside the steps
-
-    def _take_ended_copies(self) -> None:
-        """Pages of swap orders and checkpoints that have come or gone since the last turn, or could not."""
-        for number, succeeded in self.executor.ended():
-            self._progress_s = self._clock()
-            if self.copying.take(number, succeeded=succeeded):
-                continue
-            pages, begun = self._moving.pop(number)
-            if succeeded:
-                self.scheduler.memory.costs.observe_copy(pages, self._clock() - begun)
-            else:
-                log.warning("a swap copy has failed: its pages stay, or are computed again", pages=pages)
-            self.scheduler.swap_ended(number, succeeded=succeeded)
-
-    def _start_copies(self) -> None:
-        """What the plan of this turn has made room for, or needs next."""
-        for orders in self.scheduler.take_swap_orders():
-            self._moving[orders.ticket] = len(orders), self._clock()
-            self.executor.start(orders)
-        for fill in self.scheduler.take_fills():
-            self._filling.add(filling := asyncio.create_task(self._fill(fill)))
-            filling.add_done_callback(self._filling.discard)
-
-    async def _fill(self, fill: Fill) -> None:
-        """The pages of a restored Sequence, from its store."""
-        frames, store = fill.hold.frames, fill.saved.store
-        with suppress(EngineDead):
-            places = np.arange(len(frames), dtype=np.int32)
-            succeeded = await self.copying.copy(frames, places, store, is_out=False)
-            await self.between_steps(lambda: self.scheduler.sequences.filled(fill, succeeded=succeeded))
-
-    def _open_slots(self) -> None:
-        """Swap slots become usable as the memory behind them is there. More is asked for when half of what was asked
-        for is in use: of what is there, while memory comes slowly, more than half is for long.
-        """
-        swap = self.scheduler.memory.swap
-        if (ready := self.executor.ready_slots) > self._ready_slots:
-            self._ready_slots = ready
-            self.scheduler.memory.open_slots(ready)
-        if 2 * swap.used_slots >= self._wanted_slots:
-            most = max(2 * self._wanted_slots, FIRST_SWAP_BYTES // self.executor.frame_bytes)
-            self._wanted_slots = min(most, self.executor.slots)
-            self.executor.want_slots(self._wanted_slots)
 
     # --- messages in, events out
 
@@ -507,10 +453,6 @@ class Engine:
     async def between_steps(self, action: Callable[[], A]) -> A:
         """Carry `action` out before the next step, when the scheduler may be changed. Raises what it raises."""
         return await self._between_steps.run(action)
-
-    def resized(self, slots: int) -> None:
-        """The swap area has another size: as many slots are open as there were, at most."""
-        self._ready_slots, self._wanted_slots = min(self._ready_slots, slots), min(self._wanted_slots, slots)
 
     def abort_all(self) -> None:
         """End whatever is open, before the next step."""

@@ -370,7 +370,7 @@ def resize(operations: Operations, of: str, body: Resize) -> Change:
             engine.executor.resize(max(frames, memory.frames.usable), max(slots, memory.swap.usable))
         engine.scheduler.let_go(found.rows)
         memory.resize(frames, slots)
-        engine.resized(slots)
+        engine.copies.resized(slots)
         engine.executor.resize(frames, slots)
     except CannotResize as error:
         raise BadRequest(str(error)) from None

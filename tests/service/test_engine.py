@@ -471,7 +471,7 @@ async def test_two_hundred_random_disconnects_leave_no_frame_held() -> None:
 
 async def test_swap_memory_that_comes_slowly_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much again is wanted when half of what was asked for is in use; after a resize, too, up to the new size."""
-    monkeypatch.setattr("service.engine.FIRST_SWAP_BYTES", 16 * SimulatedExecutor.frame_bytes)
+    monkeypatch.setattr("service.copies.FIRST_SWAP_BYTES", 16 * SimulatedExecutor.frame_bytes)
     memory = MemoryManager(frames=8, max_rows=4, max_pages=8, page_size=4, slots=100, opened_slots=0)
     scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=16, max_length=32))
     executor = SimulatedExecutor(memory)
@@ -494,7 +494,7 @@ async def test_swap_memory_that_comes_slowly_is_not_asked_for_twice(monkeypatch:
     assert set(executor.wanted_slots[2:]) == {40}, "that is all there is a place for"
     memory.swap.allocate(0, 4)
     executor.slots = 100
-    engine.resized(100)
+    engine.copies.resized(100)
     await come(0)
     assert executor.wanted_slots[-1] == 80
 
