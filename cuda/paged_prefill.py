@@ -48,7 +48,8 @@ class PagedPrefill:
         plan = KernelSpec("prefill_plan", "PPiiPPiiiP", 1024)
         if self._takes_turns:
             (self._plan_kernel,) = loader.load("paged_prefill.cu", [plan])
-            spec = KernelSpec(f"paged_prefill_hopper{types}", "PPPPPPPPPPPPfiiiqqq", 384, hopper_shared_bytes(layout))
+            shared = hopper_shared_bytes(layout)
+            spec = KernelSpec(f"paged_prefill_hopper{types}", "PPPPPPPPPPPPfiiiqqq", 384, shared, overlap=True)
             (self._kernel,) = loader.load("paged_prefill_hopper.cu", [spec])
         else:
             spec = KernelSpec(f"paged_prefill{types}", "PPPPPPPPfiiqqq", 256, 2 * TILE_PAGES * 2 * layout.page_bytes)

@@ -33,7 +33,7 @@ SHARED_SIZES += (320, 384, 512, 640, 768, 896, 1024)
 """Batch sizes of the decode graphs that read what Sequences begin with once for all of them (StepPlan.groups). Steps
 without groups use the others, which lack the pass: in a graph an idle launch a layer costs 0.7 us."""
 
-MIXED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
+MIXED_TOKENS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
 """Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes."""
 

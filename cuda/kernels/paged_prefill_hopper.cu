@@ -502,6 +502,8 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
     const int* __restrict__ lengths, const int* __restrict__ query_starts, const int2* __restrict__ work,
     const int* __restrict__ work_count, const PrefillPieces* pieces, float* parts, u32* counters, float scale, int group, int kv_heads, int max_pages,
     i64 q_stride, i64 out_stride, i64 frame_stride) {
+  allow_next_kernel();  // short prompts leave most multiprocessors to it
+  wait_for_previous_kernel();
   const CausalWork items = {rows, lengths, query_starts, work, work_count, pieces, counters};
   attend_items<E, D, false>(q, out, parts, counters + 2, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
                             out_stride, frame_stride);
