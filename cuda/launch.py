@@ -34,10 +34,15 @@ Argument = Tensor | float | None
 LEAST_CAPABILITY, MOST_CAPABILITY = 80, 103
 """Later devices (RTX 50) give a block 99 KB of shared memory, and the kernels for 9.0 and up take more."""
 
+TENSOR_MAP_BYTES = 128
+
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,16 @@ class KernelLoader(Protocol):
 
     def load(self, file: str, specs: Sequence[KernelSpec]) -> list[Kernel]:
         """The kernels of kernels/`file`, in the order of `specs`."""
+        ...
+
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+        """What `box_copy` finds a matrix (R, C) of 16-bit numbers by: TENSOR_MAP_BYTES that must lie on the device, at
+        a multiple of 64.
+
+        The matrix is contiguous; its address, and the bytes of a row, are multiples of 16. Boxes have at most 256 rows
+        and 64 columns, 128 bytes by which they are swizzled; what of them lies outside the matrix is zeros. Raises
+        DriverError for what the driver refuses.
+        """
         ...
 
 
@@ -261,6 +276,27 @@ class DeviceLoader:
         awaited = [AwaitedKernel(build, partial(_load, spec)) for spec in specs]
         self._awaited += awaited
         return list(awaited)
+
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+        rows, columns = matrix.shape
+        memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
+        address = -(-ctypes.addressof(memory) // 64) * 64  # where the driver wants it
+        code = driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address),
+            _DATA_TYPES[matrix.dtype],
+            2,
+            ctypes.c_void_p(matrix.data_ptr()),
+            (ctypes.c_uint64 * 2)(columns, rows),
+            (ctypes.c_uint64 * 1)(columns * matrix.element_size()),
+            (ctypes.c_uint32 * 2)(box_columns, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # not interleaved
+            _SWIZZLE_128B,
+            _PROMOTION_256B,
+            0,  # zeros outside
+        )
+        check(code, f"tensor map of {rows} x {columns}, boxes of {box_rows} x {box_columns}")
+        return ctypes.string_at(address, TENSOR_MAP_BYTES)
 
     def finish(self, report: Callable[[int, int], None] | None = None) -> None:
         """Wait until all that was asked for is compiled, and load it: report(done, total) cubins. Raises CompileError.

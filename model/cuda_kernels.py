@@ -1,6 +1,7 @@
 """The network's kernels on a GPU: the launchers of `cuda/`, cuBLAS through torch for the matrices, and their buffers.
 
-Steps of few tokens are bound by reading the weights and by the number of kernels: `ThinLayers` has fewer.
+Steps of few tokens are bound by reading the weights and by the number of kernels: `ThinLayers` has fewer. Those of tens
+of tokens of a network of large matrices are bound by the weights alone: `BatchLinear` reads them faster.
 
 Every result lives in a buffer that is allocated once, for the largest step: the memory a step needs is known when the
 pool is sized, and a captured graph's addresses stay valid.
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cuda.batch_linear import TOKENS as BATCH_SIZES
+from cuda.batch_linear import BatchLinear
 from cuda.frames import FramePool
 from cuda.kv_append import KvAppend
 from cuda.launch import KernelLoader
@@ -25,7 +28,11 @@ from model.config import ModelConfig
 from model.kernels import Kernels
 from model.parameters import LayerParameters, Linear, Parameters
 from model.rope import inverse_frequencies
-from model.thin_layers import ThinLayers, useful_rows
+from model.thin_layers import ThinLayers, is_large, useful_rows
+
+BATCH_TOKENS = BATCH_SIZES[-1]
+"""Products of at most so many tokens of a network of large matrices are BatchLinear's where the step does not take
+ThinLayers; with more cuBLAS is as fast or faster (measured: docs/decisions/0030)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,10 @@ class CudaKernels(Kernels[CudaStep]):
         self._silu_mul = SiluMul(loader, dtype, config.intermediate)
         self._is_exact = dtype == torch.float32
         self.shared_prefix: SharedPrefix | None = None
+        takes_batches = is_large(config) and BatchLinear.is_possible(loader, dtype)
         self._thin: ThinLayers | None = None
-        thin_rows = useful_rows(config, loader.capability) if thin_rows is None else thin_rows
+        if thin_rows is None:
+            thin_rows = useful_rows(config, loader.capability, beside_batches=takes_batches)
         if thin_rows and not self._is_exact:
             self._thin = ThinLayers(config, loader, pool, state, cosines, sines, rows=thin_rows)
         if self._is_exact:
@@ -92,6 +101,12 @@ class CudaKernels(Kernels[CudaStep]):
         self._last_residual = torch.empty_like(self._last)
         self._last_mixed = torch.empty(state.max_sequences, self._mixed.shape[1], dtype=dtype, device=device)
         self._logits = torch.empty(state.max_sequences, config.vocabulary, dtype=torch.float32, device=device)
+        self._batch: BatchLinear | None = None
+        if takes_batches:
+            inputs = (self._normed, self._mixed, self._gated, self._last_mixed)
+            self._batch = BatchLinear(loader, dtype, device, weights=4 * config.layers, inputs=len(inputs))
+            for each in inputs:
+                self._batch.keep_input(each)
 
     def plan(self, step: CudaStep) -> None:
         """Divide the step's attention among thread blocks: once, after `scatter`, before the first layer."""
@@ -114,18 +129,22 @@ class CudaKernels(Kernels[CudaStep]):
     # --- model.kernels.Kernels
 
     def prepare(self, parameters: Parameters) -> None:
-        """cuBLAS takes weights as they are."""
+        """Weights stay as they are, and where they are."""
+        if self._batch is not None:
+            for layer in parameters.layers:
+                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                    self._batch.keep(linear.weight)
 
     def load_products(self, parameters: Parameters) -> None:
         """Multiply any rows by one layer's matrices and the head, as many as steps have. cuBLAS loads a kernel when it
         is used for the first time, which needs memory of the device that may be another's later.
         """
         layer, tokens = parameters.layers[0], self._state.max_tokens
-        inputs = [(layer.qkv, self._normed), (layer.output, self._mixed), (layer.gate_up, self._normed)]
-        inputs.append((layer.down, self._gated))
+        inputs = [(layer.qkv, self._normed), (layer.output, self._mixed), (layer.down, self._gated)]
         for rows in (1, 2, 4, 8, *range(16, min(512, tokens), 16), *range(512, tokens, 128), tokens):
             for linear, rows_in in inputs:
                 self.linear(rows_in[:rows], linear)
+            self.gated(self._normed[:rows], layer.gate_up)
             if rows <= self._state.max_sequences:
                 self.logits_at(self._normed, parameters, self._in_order[:rows])
 
@@ -137,6 +156,9 @@ class CudaKernels(Kernels[CudaStep]):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         out = self._products[linear.weight.shape[0]][: len(x)]
+        if (batch := self._batch_for(len(x))) is not None:
+            batch(self._stream, x, linear.weight, linear.bias, out)
+            return out
         if linear.bias is None:
             return torch.mm(x, linear.weight.t(), out=out)
         return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
@@ -191,6 +213,13 @@ class CudaKernels(Kernels[CudaStep]):
         self._silu_mul(self._stream, gate_up, out)
         return out
 
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        if (batch := self._batch_for(len(x))) is None:
+            return super().gated(x, gate_up)
+        out = self._gated[: len(x)]
+        batch(self._stream, x, gate_up.weight, gate_up.bias, out, gate=True)
+        return out
+
     def queries(
         self, x: Tensor, residual: Tensor | None, layer: LayerParameters, index: int, step: CudaStep
     ) -> tuple[Tensor, Tensor]:
@@ -213,6 +242,9 @@ class CudaKernels(Kernels[CudaStep]):
 
     def _thin_for(self, rows: int) -> ThinLayers | None:
         return self._thin if self._thin is not None and rows <= self._thin.rows else None
+
+    def _batch_for(self, rows: int) -> BatchLinear | None:
+        return self._batch if rows <= BATCH_TOKENS else None
 
     # --- the end of a step
 

@@ -141,6 +141,7 @@ class DeviceProgram:
         else:
             self.pool = GrowingFramePool(layout, frames, max(frames, most_frames), device)
         self.kernels = CudaKernels(config, loader, self.pool, self.state, thin_rows=thin_rows)
+        self.kernels.prepare(parameters)
         self._parameters = parameters
         self._groups: SharedPrefixes | None = None  # those of the last plan that had some
         self._groups_pay = False  # and are in shared_prefix.state

@@ -59,6 +59,10 @@ class Kernels(Protocol[Step]):
         """silu(gate) * up: (T, 2 I) -> (T, I)."""
         ...
 
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """silu(gate) * up of a product: (T, hidden) -> (T, I)."""
+        return self.silu_mul(self.linear(x, gate_up))
+
     def last_rows(self, x: Tensor, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """After the last layer's attention: what the rest of the network is computed from, of x (T, H D) and the stream
         `residual` (T, hidden). All rows, or only those of tokens whose logits the step wants, one a sequence.
@@ -84,5 +88,4 @@ class Kernels(Protocol[Step]):
         `residual`. Returns the stream.
         """
         x, residual = self.rms_norm(self.linear(x, layer.output), residual, layer.mlp_norm)  # (T, hidden) both
-        gate_up = self.linear(x, layer.gate_up)  # (T, 2 I)
-        return self.linear(self.silu_mul(gate_up), layer.down), residual  # (T, hidden) both
+        return self.linear(self.gated(x, layer.gate_up), layer.down), residual  # (T, hidden) both

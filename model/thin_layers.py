@@ -3,7 +3,8 @@
     embed ─▶ [norm, qkv, rotate, write K V] ─▶ attention ─▶ [output, +] ─▶ [norm, gate, up, silu] ─▶ [down, +] ─▶ …
 
 With norms of queries and keys there are six: a head's norm needs the whole head, so `kv_append` stays a kernel. Where
-cuBLAS is as fast it does the work: a large head, and a network of large matrices in steps of more than eight tokens.
+something else is as fast it does the work: cuBLAS a large head; and of a network of large matrices steps of more than
+one token on Hopper (BatchLinear, then cuBLAS), of more than eight elsewhere (cuBLAS).
 
 Owns the residual stream of such a step, and the sums of its squares that every addition leaves for the norm after it
 (cuda/kernels/thin_linear.cu). Bits differ from those of the other path; what a row gets depends on no other row.
@@ -32,16 +33,21 @@ from model.parameters import LayerParameters
 CUBLAS_BYTES = 64 << 20
 """A head that is larger is left to cuBLAS."""
 
-ROWS, LARGE_ROWS = 16, 8
+ROWS, LARGE_ROWS, ALONE = 16, 8, 1
 """Steps of so many tokens are faster this way than by cuBLAS: of networks whose gate has at most CUBLAS_BYTES, and of
-those whose gate is larger, and streamed (measured: decisions 0009, 0014, 0025)."""
+those whose gate is larger, and streamed (measured: decisions 0009, 0014, 0025). ALONE: than by BatchLinear (0030)."""
 
 
-def useful_rows(config: ModelConfig, capability: int) -> int:
-    """The largest step of a network that should take ThinLayers on a device of such capability; 0: none."""
+def useful_rows(config: ModelConfig, capability: int, *, beside_batches: bool) -> int:
+    """The largest step of a network that should take ThinLayers on a device of such capability; 0: none.
+
+    beside_batches: other steps of tens of tokens take BatchLinear.
+    """
     if not is_large(config):
         return ROWS
-    return LARGE_ROWS if is_streamed(capability, 2 * config.intermediate, config.hidden) else 0
+    if not is_streamed(capability, 2 * config.intermediate, config.hidden):
+        return 0
+    return ALONE if beside_batches else LARGE_ROWS
 
 
 def is_large(config: ModelConfig) -> bool:

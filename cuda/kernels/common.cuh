@@ -79,6 +79,11 @@ template <class E> __device__ __forceinline__ float round_to(float x) {  // what
   else return unpack2<E>(pack2<E>(x, 0.f)).x;
 }
 
+// ---- what blocks hand to each other in global memory ----------------------------------------------------------------
+// Not there yet. A NaN that arithmetic does not give (all of its have the bits 0x7fffffff)
+#define UNWRITTEN __uint_as_float(0xffffffffu)
+__device__ __forceinline__ bool is_unwritten(float x) { return __float_as_uint(x) == 0xffffffffu; }
+
 // ---- sums over a warp ----------------------------------------------------------------------------------------------
 template <int LANES = 32, class T> __device__ __forceinline__ T warp_sum(T x) {  // over groups of LANES neighbours
 #pragma unroll

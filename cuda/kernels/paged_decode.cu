@@ -77,10 +77,6 @@ struct Line {  // what moving a cursor needs
 // so that a warp that stores fragments meets no bank twice.
 template <int D> constexpr int PART_ROW = D + 4;
 
-// In global memory: not there yet. A NaN that arithmetic does not give (all of its have the bits 0x7fffffff)
-#define UNWRITTEN __uint_as_float(0xffffffffu)
-__device__ __forceinline__ bool is_unwritten(float x) { return __float_as_uint(x) == 0xffffffffu; }
-
 template <class E, int D>
 __device__ __forceinline__ void store_output(E* target, const float (&x)[D / 32], float factor) {
   const u32 low = pack2<E>(x[0] * factor, x[1] * factor);

@@ -224,6 +224,21 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Before the first box of a map in global memory: another may have lain at its address
+__device__ __forceinline__ void read_map_anew(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+// A box of a matrix by a tensor map (cuda/batch_linear.py), from column and row; what lies outside is zeros. Shared
+// memory gets it as atoms of 8 rows of 128 bytes, swizzled
+__device__ __forceinline__ void box_copy(u32 target, const void* map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(target), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void box_copy(u32 target, const void* map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(target), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
 // Arrives when all that this thread copied by async_copy_16 is there
 __device__ __forceinline__ void async_copy_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -253,16 +268,25 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // until at 
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-#define REGISTERS_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_64 REGISTERS_32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// Behind the wait for them: the compiler reads them no earlier
+template <int N> __device__ __forceinline__ void keep_behind(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_16 REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_24 REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS_32 REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_40 REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define REGISTERS_64 REGISTERS_40 ", " \
+  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define RESULTS_8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define RESULTS_32(i) RESULTS_8(i), RESULTS_8(i + 8), RESULTS_8(i + 16), RESULTS_8(i + 24)
+#define RESULTS_16(i) RESULTS_8(i), RESULTS_8(i + 8)
+#define RESULTS_32(i) RESULTS_16(i), RESULTS_16(i + 16)
 
 // d = a b, or d += a b: a 64 x 16 in registers as for mma, b 16 x 128 that lies along k (a transposed matrix of rows).
 // Warp w has rows 16w ...; d as mma's c, for 8 columns at a time. Asynchronous: d and what is read are not touched before
@@ -298,5 +322,27 @@ template <class E> __device__ __forceinline__ void wgmma_registers(
   }
 DEFINE_WGMMA(bf16, "bf16")
 DEFINE_WGMMA(fp16, "f16")
+
+// d += a b: a 64 x 16 and b 16 x COLUMNS, both in shared memory along k; d has COLUMNS / 2 numbers
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[8], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[16], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[24], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[32], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[40], u64 a, u64 b);
+
+#define DEFINE_WGMMA_SHARED(E, NAME, COLUMNS, COUNT, A, B, ...) \
+  template <> __device__ __forceinline__ void wgmma_shared<E>(float (&d)[COUNT], u64 a, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME \
+                 " {" REGISTERS_##COUNT "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;" \
+                 : __VA_ARGS__ : "l"(a), "l"(b)); \
+  }
+#define DEFINE_ALL_SHARED(E, NAME) \
+  DEFINE_WGMMA_SHARED(E, NAME, 16, 8, 8, 9, RESULTS_8(0)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 32, 16, 16, 17, RESULTS_16(0)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 48, 24, 24, 25, RESULTS_16(0), RESULTS_8(16)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 64, 32, 32, 33, RESULTS_32(0)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 80, 40, 40, 41, RESULTS_32(0), RESULTS_8(32))
+DEFINE_ALL_SHARED(bf16, "bf16")
+DEFINE_ALL_SHARED(fp16, "f16")
 #endif
 #endif  // PTX_CUH

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import cuda.compile
 from cuda.adjust import Adjust
+from cuda.batch_linear import BatchLinear
 from cuda.compile import ARCHITECTURES, Build, build, build_apart, cached, read_source
 from cuda.errors import CompileError
 from cuda.frames import FrameLayout, FramePool
@@ -41,7 +43,7 @@ from cuda.thin_linear import (
 MANY_BLOCKS = {f"paged_decode<{e}, 64, {g}, 4, 4, 3>" for e in ("bf16", "fp16") for g in (4, 8)}
 """Instances of MANY_NARROW: three blocks must fit a multiprocessor's registers."""
 
-ONLY_HOPPER = {"paged_prefill_hopper.cu"}
+ONLY_HOPPER = {"batch_linear.cu", "paged_prefill_hopper.cu"}
 
 FILES = sorted(path.name for path in cuda.compile.KERNELS.glob("*.cu"))
 ROOT = Path(cuda.compile.__file__).parents[1]
@@ -69,6 +71,9 @@ class RecordingLoader:
         self.asked[file].update(specs)
         return [NotLaunchable() for _ in specs]
 
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+        raise AssertionError("no matrix is there")
+
 
 def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
     """All launchers, for all dtypes, head sizes and sizes of groups."""
@@ -90,6 +95,8 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
                 PagedDecode(loader, pool, heads)
             if SharedPrefix.is_possible(loader, dtype):
                 SharedPrefix(loader, pool, 4, 1)
+            if BatchLinear.is_possible(loader, dtype):
+                BatchLinear(loader, dtype, "cpu", matrices=1)
             work = ThinWorkspace("cpu")
             most = {"rows": ROW_CLASSES[-1] if dtype == torch.bfloat16 else 1}
             ThinEmbed(loader, dtype, 576)

@@ -41,6 +41,12 @@ class FakeDriver:
         asked = ctypes.cast(configuration, ctypes.POINTER(launch._Configuration))[0].shared_bytes
         return int(asked > self.attributes.get((function.value, MAX_DYNAMIC_SHARED_BYTES), DEFAULT))
 
+    def cuTensorMapEncodeTiled(self, target: Any, dtype: int, rank: int, matrix: Any, *more: Any) -> int:
+        sizes, pitch, box, *_ = [list(numbers) for numbers in more[:4]]
+        self.tensor_map = dtype, rank, matrix.value, sizes, pitch, box
+        ctypes.memset(target.value, 7, 128)
+        return int(target.value % 64 != 0 or max(box) > 256)
+
     def cuGetErrorName(self, code: int, name: Any) -> int:
         return 0
 
@@ -92,6 +98,15 @@ def loader(monkeypatch, tmp_path: Path) -> DeviceLoader:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(launch, "_load", Loaded)
     return DeviceLoader(cache_folder=tmp_path)
+
+
+def test_a_tensor_map_names_columns_before_rows(loader, driver) -> None:
+    """And the bytes of a row. What the driver refuses is an error."""
+    matrix = torch.zeros(40, 24, dtype=torch.bfloat16)
+    assert loader.tensor_map(matrix, 16, 64) == b"\7" * 128
+    assert driver.tensor_map == (9, 2, matrix.data_ptr(), [24, 40], [48], [64, 16])
+    with pytest.raises(DriverError, match="tensor map of 40 x 24, boxes of 300 x 64"):
+        loader.tensor_map(matrix, 300, 64)
 
 
 @pytest.mark.parametrize(("major", "minor"), [(7, 5), (12, 0)])

@@ -11,8 +11,9 @@ from network import Network
 from plan_driver import PlanDriver
 from program_executor import BUDGET, PAGES, ROWS, ProgramExecutor, cpu_executor, spread, tiny_config
 
+from cuda.batch_linear import BatchLinear
 from mm import MemoryManager, MemoryOrders, SharedPrefixes
-from model import thin_layers
+from model import cuda_kernels, thin_layers
 from model.cuda_executor import CudaExecutor
 from model.device_program import DeviceProgram
 from model.step_graphs import Kind, StepGraphs, ladder
@@ -82,20 +83,65 @@ def test_sixteen_bit_tokens_differ_at_near_ties_only(
         assert (scores.amax(-1) - chosen).max() < NEAR_TIE_16_BITS
 
 
+GATE_BYTES = 2 * 2 * 112 * 96
+"""Of the gate's and up's matrix, the largest of a layer."""
+
+
 @pytest.mark.gpu  # torch has the head's product on GPUs only
-@pytest.mark.parametrize(("vocabulary", "most", "rows"), [(211, 42_000, 0), (256, 43_008, 16)], ids=["all", "head"])
+@pytest.mark.parametrize(
+    ("vocabulary", "most", "rows"), [(211, GATE_BYTES - 1, 0), (256, GATE_BYTES, 16)], ids=["all", "head"]
+)
 def test_large_matrices_are_left_to_cublas(
     device: Any, monkeypatch: pytest.MonkeyPatch, vocabulary: int, most: int, rows: int
 ) -> None:
-    """All layers of a network whose gate (43,008 bytes here) is large; or only its head. To the same tokens."""
+    """All layers of a network whose gate is large, where there is no BatchLinear; or only its head.
+    To the same tokens.
+    """
     monkeypatch.setattr(thin_layers, "CUBLAS_BYTES", most)
+    monkeypatch.setattr(BatchLinear, "is_possible", lambda loader, dtype: False)
     config = tiny_config(vocab_size=vocabulary)
-    assert thin_layers.useful_rows(config, device.loader.capability) == rows
+    assert thin_layers.useful_rows(config, device.loader.capability, beside_batches=False) == rows
     executor = ProgramExecutor(device, config, torch.bfloat16)
     everyone = PlanDriver(executor).generate(prompts()[:3], 8, budget=BUDGET, arrive=3)
     exact = Network(config, spread(config, torch.float32, "cpu"))
     for sequence in everyone:
         assert is_near_best(exact, sequence.prompt, sequence.output)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["exact sizes", "padded"])
+def test_tokens_of_batches_of_large_matrices_differ_at_near_ties_only(
+    name: str, is_padded: bool, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchLinear has steps of 9 to 64 tokens; padded, all. The head is ThinLayers', which the emulation has, too."""
+    if not BatchLinear.is_possible(device.loader, torch.bfloat16):
+        pytest.skip("BatchLinear is Hopper's")
+    if device.is_emulated and not (is_padded and name.startswith("Qwen2")):
+        pytest.skip("a minute of emulation: the GPU runs them all")
+    config = CONFIGS[name]
+    monkeypatch.setattr(thin_layers, "CUBLAS_BYTES", GATE_BYTES - 1)
+    monkeypatch.setattr(cuda_kernels, "useful_rows", lambda *_, **__: ROWS)
+    rows, multiply = set[int](), BatchLinear.__call__
+
+    def counted(batch: BatchLinear, stream: int, x: torch.Tensor, *more: Any, **gate: bool) -> None:
+        rows.add(len(x))
+        multiply(batch, stream, x, *more, **gate)
+
+    monkeypatch.setattr(BatchLinear, "__call__", counted)
+    executor = ProgramExecutor(device, config, torch.bfloat16, is_padded=is_padded)
+    everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, arrive=2)
+    assert max(rows) == (BUDGET if is_padded else BUDGET // 2)
+    exact = Network(config, spread(config, torch.float32, "cpu"))
+    for sequence in everyone:
+        assert is_near_best(exact, sequence.prompt, sequence.output)
+
+
+def test_steps_of_large_networks() -> None:
+    """Those of one token take ThinLayers where BatchLinear has the others of tens; else a few more do."""
+    config = tiny_config(hidden_size=4096, intermediate_size=14336)
+    assert thin_layers.useful_rows(config, 90, beside_batches=True) == 1
+    assert thin_layers.useful_rows(config, 90, beside_batches=False) > 1
+    assert thin_layers.useful_rows(config, 80, beside_batches=False) == 0
 
 
 COMMON = np.random.default_rng(1).integers(0, 211, 50).tolist()

@@ -2,16 +2,19 @@
 //
 // A thread is a fiber; the fibers of a block take turns, and switch only where they wait for each other: at a warp's
 // exchange (shuffles, votes, ldmatrix, mma), at __syncthreads and at a cluster's barrier. The blocks of a cluster take
-// turns like the warps of one; clusters, and blocks without one, run one after the other. What cannot be seen here:
-// speed, races between clusters, and data races that the order of the fibers happens to hide (the order is shuffled by
-// seed). __shared__ variables are one for all blocks of a cluster, so its kernels use DYNAMIC_SHARED alone. Strict where hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only
-// when somebody waits for them, until then the target holds junk; wgmma reads its operands and writes its results only
-// when its own warp waits for it, until then the results are NaN; misaligned copies abort.
+// turns like the warps of one; clusters, and blocks without one, run one after the other, but a block whose threads all
+// wait for words of a later one takes turns with that. What cannot be seen here: speed, races between other blocks, and
+// data races that the order of the fibers happens to hide (the order is shuffled by seed). __shared__ variables are one
+// for all blocks that take turns, so theirs are barriers at most, of which only the addresses matter. Strict where
+// hardware is not: an exchange needs all 32 lanes; asynchronous copies move their bytes only when somebody waits for
+// them, until then the target holds junk; wgmma reads its operands and writes its results only when its own warp waits
+// for it, until then the results are NaN; misaligned copies abort; what a block hands over comes late and in pieces.
 #pragma once
 #define PTX_CUH  // this file takes the place of ptx.cuh
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -99,7 +102,20 @@ static unsigned char* shared = all_shared[0];  // of the block that has its turn
   abort();
 }
 
-struct Copy { unsigned char* target; const void* source; u32 bytes; };
+struct TensorMap {  // EmulatedLoader.tensor_map
+  const unsigned char* matrix;  // [rows, columns] numbers of 16 bits
+  i64 rows, columns;
+  int box_rows, box_columns;
+  unsigned char unused[96];
+};
+static_assert(sizeof(TensorMap) == 128);
+struct Copy {
+  unsigned char* target;
+  const void* source;
+  u32 bytes;
+  const TensorMap* map = nullptr;  // of a box, instead of a source: where it begins
+  int column = 0, row = 0;
+};
 struct Group { int number; Copy copy; };  // of cp.async
 struct Barrier { int block; u32 address; int arrivals, pending; long bytes; u32 phase; int waiters; std::vector<Copy> copies; };
 struct Product {  // one wgmma, by one thread
@@ -130,6 +146,7 @@ struct Fiber {
   int product_group = 0;
   bool has_begun = false;  // wgmma_begin() since the last wait
   u32 cluster_turn = 0;  // arrivals at the cluster's barrier
+  std::vector<const void*> missed;  // what it looked for and was not handed yet
 };
 struct Block {
   int alive, arrived, vote, result;
@@ -140,7 +157,7 @@ static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Barrier*> barriers;
 static Block blocks[CLUSTER];
-static int current, block, alive;  // fiber, its block in the cluster; threads of the cluster that have not ended
+static int current, block, alive;  // fiber, its block of those that take turns; threads of these that have not ended
 static int cluster_blocks;         // of the launch
 static int cluster_missing;        // of these, those that have not come to the cluster's barrier
 static u32 cluster_generation;     // times that it has opened
@@ -154,6 +171,7 @@ inline void yield_until_changed(const u32* word, u32 seen) {
   fiber.seen = seen;
   emulator_switch(&fiber.pointer, scheduler);
 }
+inline void give_turn() { emulator_switch(&fibers[current].pointer, scheduler); }
 inline void cluster_opens() {
   if (cluster_missing) return;
   ++cluster_generation;
@@ -206,7 +224,21 @@ inline int block_sync(int vote) {
   return b.result;
 }
 
-inline void carry_out(const Copy& copy) { memcpy(copy.target, copy.source, copy.bytes); }
+inline void carry_out(const Copy& copy) {
+  if (!copy.map) {
+    memcpy(copy.target, copy.source, copy.bytes);
+    return;
+  }
+  const TensorMap& map = *copy.map;
+  for (int r = 0; r < map.box_rows; ++r)
+    for (int c = 0; c < map.box_columns; ++c) {
+      const i64 row = copy.row + r, column = copy.column + c;
+      u16 bits = 0;
+      if (row >= 0 && row < map.rows && column >= 0 && column < map.columns)
+        memcpy(&bits, map.matrix + (row * map.columns + column) * 2, 2);
+      memcpy(copy.target + ((r * 128 + c * 2) ^ (r & 7) << 4), &bits, 2);  // the target is a multiple of 1024
+    }
+}
 inline void settle(Barrier& b) {
   if (b.pending || b.bytes) return;
   b.pending = b.arrivals;
@@ -241,45 +273,54 @@ template <class Call>
 void run(const unsigned* grid, unsigned cluster, unsigned threads, unsigned shared_bytes, unsigned seed, Call call) {
   if (shared_bytes > SHARED) fail("too much shared memory");
   if (cluster > CLUSTER || grid[0] % cluster) fail("a grid that is not made of clusters");
-  const unsigned count = cluster * threads;
+  // Blocks without a cluster begin beside others only where these wait for them
+  const unsigned most = cluster > 1 ? cluster : min((unsigned)CLUSTER, grid[0]);
   cluster_blocks = cluster;
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   entry = [](void* argument) { (*(Call*)argument)(); };
   entry_argument = &call;
-  if (fibers.size() < count) fibers.resize(count);
-  warps.assign(count / 32, Warp());
-  std::vector<int> order(count / 32);
+  if (fibers.size() < most * threads) fibers.resize(most * threads);
+  warps.assign(most * threads / 32, Warp());
+  unsigned begun;
+  std::vector<int> order;
+  auto begin_block = [&] {
+    memset(all_shared[begun], 0xff, shared_bytes);  // NaN
+    blocks[begun] = {(int)threads, 0, 0, 0, 0};
+    alive += threads;
+    cluster_missing += threads;
+    for (unsigned i = begun * threads; i < (begun + 1) * threads; ++i) {
+      Fiber& fiber = fibers[i];
+      const int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
+      if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, access, kind, -1, 0);
+      void** top = (void**)((char*)fiber.stack + STACK - 64);
+      top[0] = (void*)thread_main;
+      fiber.pointer = top - 6;
+      fiber.waits_on = nullptr;
+      fiber.done = false;
+      fiber.copies.clear();
+      fiber.group = 0;
+      fiber.products.clear();
+      fiber.product_group = 0;
+      fiber.has_begun = false;
+      fiber.cluster_turn = 0;
+      fiber.missed.clear();
+      if (i % 32 == 0) order.push_back(i / 32);
+    }
+    ++begun;
+  };
   for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-      for (unsigned first = 0; first < grid[0]; first += cluster) {
+      for (unsigned first = 0; first < grid[0]; first += begun) {
         blockIdx.x = first;
         block = 0;
-        for (unsigned b = 0; b < cluster; ++b) {
-          memset(all_shared[b], 0xff, shared_bytes);  // NaN
-          blocks[b] = {(int)threads, 0, 0, 0, 0};
-        }
         for (Barrier* barrier : barriers) delete barrier;
         barriers.clear();
-        alive = cluster_missing = count;
+        alive = cluster_missing = 0;
         cluster_generation = 0;
-        for (unsigned i = 0; i < count; ++i) {
-          Fiber& fiber = fibers[i];
-          const int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
-          if (!fiber.stack) fiber.stack = mmap(nullptr, STACK, access, kind, -1, 0);
-          void** top = (void**)((char*)fiber.stack + STACK - 64);
-          top[0] = (void*)thread_main;
-          fiber.pointer = top - 6;
-          fiber.waits_on = nullptr;
-          fiber.done = false;
-          fiber.copies.clear();
-          fiber.group = 0;
-          fiber.products.clear();
-          fiber.product_group = 0;
-          fiber.has_begun = false;
-          fiber.cluster_turn = 0;
-        }
-        for (unsigned w = 0; w < order.size(); ++w) order[w] = w;
+        order.clear();
+        begun = 0;
+        while (begun < cluster) begin_block();
         auto random = [&seed] { return (seed = seed * 1664525u + 1013904223u) >> 8; };
         while (alive) {
           bool moved = false;
@@ -293,16 +334,18 @@ void run(const unsigned* grid, unsigned cluster, unsigned threads, unsigned shar
             }
           }
           if (!moved)  // perhaps only because nobody had a turn
-            for (unsigned i = 0; i < count; ++i) moved |= resume(i);
+            for (unsigned i = 0; i < begun * threads; ++i) moved |= resume(i);
           if (!moved)  // everybody waits: copies arrive no later than now
             for (Barrier* barrier : barriers) moved |= barrier->waiters && deliver(*barrier);
           // a thread that ended may have been the last one that a barrier waits for
-          for (unsigned b = 0; b < cluster; ++b)
+          for (unsigned b = 0; b < begun; ++b)
             if (blocks[b].arrived && blocks[b].arrived >= blocks[b].alive) {
               block_opens(blocks[b]);
               moved = true;
             }
-          if (!moved && alive) fail("deadlock: threads wait for each other");
+          if (moved || !alive) continue;
+          if (begun == most || first + begun == grid[0]) fail("deadlock: threads wait for each other");
+          begin_block();
         }
         for (const Warp& warp : warps) if (warp.arrived) fail("a warp ended inside an exchange");
       }
@@ -407,21 +450,30 @@ template <class E> float2 unpack2(u32 pair) { return {number<E>((u16)pair), numb
 inline u16 load_ordered(const u16* p) { return *p; }
 inline u32 load_ordered(const u32* p) { return *p; }
 inline uint4 load_ordered(const uint4* p) { return *p; }
-inline void wait_for_handed(const float* p, int count) {  // a word that is not there yet has all bits set
-  for (int i = 0; i < count; ++i)
-    while (__float_as_uint(p[i]) == ~0u) emulator::yield_until_changed((const u32*)(p + i), ~0u);
+// Of the words that are handed over one comes before the others, another in each warp; those that are not there yet have
+// all bits set. Who looks for them gets what is there, and from the second time on waits for another first
+template <class V> u32 word_of(int i) { return (threadIdx.x / 32 + i) % (sizeof(V) / 4); }
+template <class V> void hand(V* p, V x) {
+  for (int i = 0; i < sizeof(V) / 4; ++i) {
+    if (i == 1) emulator::give_turn();
+    memcpy((u32*)p + word_of<V>(i), (u32*)&x + word_of<V>(i), 4);
+  }
 }
-inline void hand(float4* p, float4 x) { *p = x; }
-inline void hand(float2* p, float2 x) { *p = x; }
+template <class V> V load_handed(const V* p) {
+  auto missing = [&] {
+    for (int i = 0; i < sizeof(V) / 4; ++i)
+      if (const u32* const word = (const u32*)p + word_of<V>(i); *word == ~0u) return word;
+    return (const u32*)nullptr;
+  };
+  auto& missed = emulator::fibers[emulator::current].missed;
+  const auto place = std::find(missed.begin(), missed.end(), p);
+  const bool again = place != missed.end();
+  if (again && missing()) emulator::yield_until_changed(missing(), ~0u);
+  if (!again && missing()) missed.push_back(p);
+  if (again && !missing()) missed.erase(place);
+  return *p;
+}
 inline float4 load_passing(const float4* p) { return *p; }
-inline float4 load_handed(const float4* p) {
-  wait_for_handed(&p->x, 4);
-  return *p;
-}
-inline float2 load_handed(const float2* p) {
-  wait_for_handed(&p->x, 2);
-  return *p;
-}
 inline void raise_flag(u32* p) { *p = 1; }
 inline u32 load_flag(const u32* p) {
   while (*p == 0) emulator::yield_until_changed(p, 0);
@@ -555,6 +607,20 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u6
   if (policy != read_once_policy()) emulator::fail("a bulk copy with a policy that nobody made");
   bulk_copy(target, source, bytes, barrier);
 }
+inline void box_copy(u32 target, const void* map, int column, int row, u32 barrier) {
+  const auto& m = *(const emulator::TensorMap*)map;
+  unsigned char* const t = emulator::at(target);
+  if ((uintptr_t)map % 64) emulator::fail("misaligned tensor map");
+  if ((uintptr_t)t % 1024) emulator::fail("a box that begins in the middle of the swizzle's pattern");
+  const u32 bytes = m.box_rows * m.box_columns * 2;  // what lies outside counts, too
+  memset(t, 0xff, bytes);
+  emulator::barrier_at(barrier).copies.push_back({t, nullptr, bytes, &m, column, row});
+}
+inline void read_map_anew(const void*) {}
+inline void box_copy(u32 target, const void* map, int column, int row, u32 barrier, u64 policy) {
+  if (policy != read_once_policy()) emulator::fail("a box with a policy that nobody made");
+  box_copy(target, map, column, row, barrier);
+}
 inline void barrier_wait(u32 barrier, u32 parity) {
   auto& b = emulator::barrier_at(barrier);
   if ((b.phase & 1) != parity) return;
@@ -620,8 +686,14 @@ inline void carry_out(const Product& p) {
       for (int i = 0; i < 2; ++i) {
         float& d = p.d[j / 2 + 2 * i + c];
         d = p.accumulate ? d + sums[i] : sums[i];
+        if (d != d) d = bits_as<float>(~0u);  // the manual says nothing of a NaN's bits
       }
     }
+}
+// d is under way
+inline void take_away(Product& product) {
+  product.saved.assign(product.d, product.d + product.columns / 2);
+  for (int i = 0; i < product.columns / 2; ++i) product.d[i] = NAN;
 }
 inline void order(Product product) {
   Fiber& fiber = fibers[current];
@@ -629,10 +701,7 @@ inline void order(Product product) {
   product.group = fiber.product_group;
   bool is_first = true;
   for (const Product& other : fiber.products) is_first &= other.d != product.d;
-  if (is_first) {
-    product.saved.assign(product.d, product.d + product.columns / 2);
-    for (int i = 0; i < product.columns / 2; ++i) product.d[i] = NAN;
-  }
+  if (is_first) take_away(product);
   fiber.products.push_back(std::move(product));
 }
 
@@ -646,11 +715,17 @@ template <int LEFT> void wgmma_wait() {
     if (!product.saved.empty()) memcpy(product.d, product.saved.data(), product.saved.size() * 4);
     emulator::carry_out(product);
   }
-  for (size_t i = done; i < fiber.products.size(); ++i)
-    for (size_t j = 0; j < done; ++j)
-      if (fiber.products[i].d == fiber.products[j].d) emulator::fail("results that a later wgmma is still writing");
+  for (size_t i = done; i < fiber.products.size(); ++i) {  // what a later one goes on from is not there yet
+    bool was_there = false;
+    for (size_t j = 0; j < i; ++j) was_there |= j >= done && fiber.products[i].d == fiber.products[j].d;
+    if (!was_there && fiber.products[i].saved.empty()) emulator::take_away(fiber.products[i]);
+  }
   fiber.products.erase(fiber.products.begin(), fiber.products.begin() + done);
   fiber.has_begun = false;
+}
+template <int N> void keep_behind(float (&d)[N]) {
+  for (const auto& product : emulator::fibers[emulator::current].products)
+    if (product.d == d) emulator::fail("results before their wgmma_wait");
 }
 template <class E> void wgmma_along_k(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
   emulator::order({0, d, 128, accumulate != 0, std::is_same_v<E, fp16>, 0, b, {&a[0], &a[1], &a[2], &a[3]}, {}, true});
@@ -658,5 +733,8 @@ template <class E> void wgmma_along_k(float (&d)[64], const u32 (&a)[4], u64 b, 
 template <class E, int N>
 void wgmma_registers(float (&d)[N], const u32& a0, const u32& a1, const u32& a2, const u32& a3, u64 b) {
   emulator::order({0, d, 2 * N, true, std::is_same_v<E, fp16>, 0, b, {&a0, &a1, &a2, &a3}, {}, false});
+}
+template <class E, int N> void wgmma_shared(float (&d)[N], u64 a, u64 b) {
+  emulator::order({0, d, 2 * N, true, std::is_same_v<E, fp16>, a, b, {}, {}, true});
 }
 #endif

@@ -5,14 +5,17 @@ import fcntl
 import functools
 import hashlib
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from cuda.compile import KERNELS, read_source
-from cuda.launch import Argument, ArgumentBlock, Grid, Kernel, KernelSpec
+from cuda.launch import TENSOR_MAP_BYTES, Argument, ArgumentBlock, Grid, Kernel, KernelSpec
 from model.native_library import _processor, _version
 
 HEADER = Path(__file__).parent / "emulated_gpu.hpp"
@@ -95,6 +98,17 @@ class EmulatedLoader:
         for spec in specs:
             assert spec.shared_bytes <= SHARED_BYTES[self.capability], f"{spec.instance}: {spec.shared_bytes} bytes"
         return [EmulatedKernel(partial(self._library, file, spec.instance), spec) for spec in specs]
+
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+        """emulated_gpu.hpp: TensorMap."""
+        rows, columns = matrix.shape
+        assert matrix.element_size() == 2, f"tensor map of {matrix.dtype}"
+        assert matrix.is_contiguous(), "tensor map of a matrix whose rows do not follow each other"
+        assert matrix.data_ptr() % 16 == 2 * columns % 16 == 0, f"tensor map of {rows} x {columns}"
+        assert box_rows in range(1, 257), f"boxes of {box_rows} rows"
+        assert box_columns == 64, f"boxes of {box_columns} columns: others are swizzled otherwise"
+        packed = struct.pack("Pqqii", matrix.data_ptr(), rows, columns, box_rows, box_columns)
+        return packed.ljust(TENSOR_MAP_BYTES, b"\xff")
 
     def _library(self, file: str, instance: str) -> ctypes.CDLL:
         """Compiled once for all processes: whoever comes second waits for the first."""
