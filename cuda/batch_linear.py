@@ -50,7 +50,7 @@ class BatchLinear:
     def __init__(
         self, loader: KernelLoader, dtype: torch.dtype, device: str | torch.device, *, weights: int, inputs: int
     ) -> None:
-        """weights, inputs: `keep` and `keep_input` are told of so many at most. Needs a device for which `is_possible`."""
+        """weights, inputs: how many `keep` and `keep_input` are told of, at most. For devices where `is_possible`."""
         self._loader, self._dtype, self._multiprocessors = loader, dtype, loader.multiprocessors
         self._kernels: dict[tuple[int, bool], Kernel] = {}
         for tokens in TOKENS:  # a build for each size: they are compiled side by side
