@@ -96,7 +96,7 @@ def everything_asked_for(architecture: str) -> dict[str, set[KernelSpec]]:
             if SharedPrefix.is_possible(loader, dtype):
                 SharedPrefix(loader, pool, 4, 1)
             if BatchLinear.is_possible(loader, dtype):
-                BatchLinear(loader, dtype, "cpu", matrices=1)
+                BatchLinear(loader, dtype, "cpu", weights=1, inputs=1)
             work = ThinWorkspace("cpu")
             most = {"rows": ROW_CLASSES[-1] if dtype == torch.bfloat16 else 1}
             ThinEmbed(loader, dtype, 576)
