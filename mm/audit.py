@@ -1,7 +1,9 @@
 """Recounts all of memory from the ground up and lists every discrepancy: the page tables, the cache, the lists, the
 swap map, the pins and the copies in flight are read, and every count and flag that is kept is compared with them.
 
-It costs as much as memory is large: for tests after each operation, for an idle engine, and for operators.
+It costs as much as memory is large, 0.1 s and more for a large pool whose pages are all cached: for tests after each
+operation, for an idle engine, and for operators. So others can be let in between: `look_through` says None where it
+has run for some milliseconds at most.
 """
 
 from collections.abc import Iterator
@@ -18,20 +20,18 @@ if TYPE_CHECKING:
 MOST = 100
 """Discrepancies of one kind that are listed."""
 
+ROWS_AT_ONCE, ENTRIES_AT_ONCE = 16, 1024
+"""That are looked at, one by one, from one stop to the next."""
 
-def find_discrepancies(memory: "MemoryManager") -> list[str]:
-    """Every discrepancy in words, with the last owner of the frame where it is about one; empty when all is well."""
-    return [
-        *_page_tables(memory),
-        *_frames(memory),
-        *_slots(memory),
-        *_cache(memory),
-        *_lists(memory),
-        *_pins(memory),
-        *_tenants(memory),
-        *_publisher(memory),
-        *_promises(memory),
-    ]
+
+def look_through(memory: "MemoryManager") -> Iterator[str | None]:
+    """Every discrepancy in words, with the last owner of the frame where it is about one; None at each stop.
+
+    Memory must stay as it is to the end: who goes on after it has changed sees discrepancies that are none.
+    """
+    for part in (_page_tables, _frames, _slots, _cache, _lists, _pins, _tenants, _publisher, _promises):
+        yield from part(memory)
+        yield None
 
 
 def _differences(memory: "MemoryManager", kept: Int32Array, counted: Int32Array, words: str) -> Iterator[str]:
@@ -45,10 +45,12 @@ def _last_owner(memory: "MemoryManager", frame: int) -> str:
     return f" (last of {owner})" if owner else ""
 
 
-def _page_tables(memory: "MemoryManager") -> Iterator[str]:
+def _page_tables(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariants 4 and 6: what each row's entries may say."""
     tables, leaving = memory.tables, _leaving_per_row(memory)
     for row, owner in enumerate(tables.owners):
+        if row % ROWS_AT_ONCE == 0:
+            yield None
         pages = pages_for(int(tables.lengths[row]), memory.page_size)
         mapped = tables.entries[row, :pages]
         frames, slots = mapped[mapped >= 0], slot_entry(mapped[mapped < ABSENT])
@@ -85,7 +87,7 @@ def _entries_in_use(memory: "MemoryManager") -> Int32Array:
     return np.concatenate([tables.mapped(row) for row in range(tables.max_rows)])
 
 
-def _frames(memory: "MemoryManager") -> Iterator[str]:
+def _frames(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariants 1, 2 and 4: every reference, and the free list."""
     frames, entries = memory.frames, _entries_in_use(memory)
     named = entries[(entries >= 0) & (entries < frames.total)]
@@ -113,7 +115,7 @@ def _frames(memory: "MemoryManager") -> Iterator[str]:
         yield f"frame {frame}{_last_owner(memory, frame)}: sealed {frames.sealed[frame]}, should be {sealed[frame]}"
 
 
-def _slots(memory: "MemoryManager") -> Iterator[str]:
+def _slots(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariants 8 and 9: every reference to a slot, the twins, and the free list."""
     swap, entries = memory.swap, _entries_in_use(memory)
     slots = slot_entry(entries[entries < ABSENT])
@@ -126,20 +128,24 @@ def _slots(memory: "MemoryManager") -> Iterator[str]:
     promised = sum(len(t.orders.out_slots) for t in memory.swapper.in_flight.values() if t.leaving is not None)
     if swap.promised_slots != promised:
         yield f"{swap.promised_slots} slots promised, counted {promised}"
-    for slot in range(swap.total):
-        twin, entry = swap.twin[slot], swap.entry[slot]
-        if twin != ABSENT and swap.slot_of_frame[twin] != slot:
-            yield f"slot {slot}: its twin, frame {twin}, names slot {swap.slot_of_frame[twin]}"
-        if entry != ABSENT and memory.cache.slot[entry] != slot:
-            yield f"slot {slot}: its entry {entry} names slot {memory.cache.slot[entry]}"
-        if entry != ABSENT and twin != memory.cache.frame[entry]:
-            yield f"slot {slot}: twin {twin}, but its entry {entry} is in frame {memory.cache.frame[entry]}"
-    linked = np.flatnonzero(memory.swap.slots_of_frames != ABSENT)
-    for frame in linked[[swap.twin[swap.slot_of_frame[f]] != f for f in linked.tolist()]][:MOST].tolist():
+    twins, cached = np.asarray(swap.twin), np.asarray(swap.entry)
+    for slot in np.flatnonzero((twins != ABSENT) & (swap.slots_of_frames[twins] != np.arange(swap.total)))[
+        :MOST
+    ].tolist():
+        yield f"slot {slot}: its twin, frame {twins[slot]}, names slot {swap.slot_of_frame[twins[slot]]}"
+    of_entries = np.flatnonzero(cached != ABSENT)
+    entries = cached[of_entries]
+    for slot in of_entries[memory.cache.slots[entries] != of_entries][:MOST].tolist():
+        yield f"slot {slot}: its entry {cached[slot]} names slot {memory.cache.slot[cached[slot]]}"
+    for slot in of_entries[memory.cache.frames[entries] != twins[of_entries]][:MOST].tolist():
+        frame = memory.cache.frame[cached[slot]]
+        yield f"slot {slot}: twin {twins[slot]}, but its entry {cached[slot]} is in frame {frame}"
+    linked = np.flatnonzero(swap.slots_of_frames != ABSENT)
+    for frame in linked[twins[swap.slots_of_frames[linked]] != linked][:MOST].tolist():
         yield f"frame {frame}: its slot {swap.slot_of_frame[frame]} does not name it"
     is_held = _is_slot_held(memory)
     free = swap.free_list
-    if len(set(free)) < len(free):
+    if len(np.unique(free)) < len(free):
         yield "a slot stands twice in the free list"
     is_free = np.zeros(swap.total, np.bool_)
     is_free[free] = True
@@ -156,71 +162,94 @@ def _is_slot_held(memory: "MemoryManager") -> BoolArray:
     return held
 
 
-def _cache(memory: "MemoryManager") -> Iterator[str]:
+def _cache(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariant 10: an entry is in the index, its place names it, and the numbers agree."""
-    cache = memory.cache
-    used = np.flatnonzero(cache.in_use()).tolist()
+    cache, swap = memory.cache, memory.swap
+    used = np.flatnonzero(cache.in_use())
     if len(used) != len(cache.index):
         yield f"{len(used)} entries in use, {len(cache.index)} in the index"
-    for entry in used:
-        key, frame, slot = cache.keys[entry], cache.frame[entry], cache.slot[entry]
-        if key is None or cache.index.get(key) != entry:
-            yield f"entry {entry} is not in the index under its key"
-        if frame == ABSENT and slot == ABSENT:
-            yield f"entry {entry} is nowhere"
-        if frame != ABSENT and cache.entry_of_frame[frame] != entry:
-            yield f"entry {entry}: its frame {frame} names entry {cache.entry_of_frame[frame]}"
-        if slot != ABSENT and memory.swap.entry[slot] != entry:
-            yield f"entry {entry}: its slot {slot} names entry {memory.swap.entry[slot]}"
-        if len(cache.content[entry]) != 4 * memory.page_size:
-            yield f"entry {entry} has {len(cache.content[entry])} bytes of content"
-    named = np.flatnonzero(cache.entries_of_frames != ABSENT).tolist()
-    for frame in named:
+    for first in range(0, len(used), ENTRIES_AT_ONCE):
+        yield None
+        for entry in used[first : first + ENTRIES_AT_ONCE].tolist():
+            key = cache.keys[entry]
+            if key is None or cache.index.get(key) != entry:
+                yield f"entry {entry} is not in the index under its key"
+            if len(cache.content[entry]) != 4 * memory.page_size:
+                yield f"entry {entry} has {len(cache.content[entry])} bytes of content"
+    yield None
+    frames, slots = cache.frames[used], cache.slots[used]
+    for entry in used[(frames == ABSENT) & (slots == ABSENT)][:MOST].tolist():
+        yield f"entry {entry} is nowhere"
+    for entry in used[(frames != ABSENT) & (cache.entries_of_frames[frames] != used)][:MOST].tolist():
+        frame = cache.frame[entry]
+        yield f"entry {entry}: its frame {frame} names entry {cache.entry_of_frame[frame]}"
+    for entry in (
+        used[(slots != ABSENT) & (np.asarray(swap.entry)[slots] != used)][:MOST].tolist() if swap.total else []
+    ):
+        yield f"entry {entry}: its slot {cache.slot[entry]} names entry {swap.entry[cache.slot[entry]]}"
+    yield None
+    named = np.flatnonzero(cache.entries_of_frames != ABSENT)
+    entries = cache.entries_of_frames[named]
+    for frame in named[cache.frames[entries] != named][:MOST].tolist():
+        yield f"frame {frame}: its entry {cache.entry_of_frame[frame]} does not name it"
+    for frame in named[swap.slots_of_frames[named] != cache.slots[entries]][:MOST].tolist():
         entry = cache.entry_of_frame[frame]
-        if cache.frame[entry] != frame:
-            yield f"frame {frame}: its entry {entry} does not name it"
-        if memory.swap.slot_of_frame[frame] != cache.slot[entry]:
-            yield f"frame {frame}: twin {memory.swap.slot_of_frame[frame]}, but its entry {entry} has another slot"
-    yield from cache.discrepancies()
+        yield f"frame {frame}: twin {swap.slot_of_frame[frame]}, but its entry {entry} has another slot"
+    yield None
+    yield from cache.discrepancies(ENTRIES_AT_ONCE)
 
 
-def _lists(memory: "MemoryManager") -> Iterator[str]:
+def _lists(memory: "MemoryManager") -> Iterator[str | None]:
     """A page is on the list that its state says, and on no other."""
-    lru, cache, swap, frames = memory.lru, memory.cache, memory.swap, memory.frames
-    should: dict[int, int] = {}
-    for entry in np.flatnonzero(cache.in_use()).tolist():
-        frame, slot = cache.frame[entry], cache.slot[entry]
-        if frame != ABSENT:
-            if not frames.references[frame] and not frames.pins[frame]:
-                should[entry] = int(memory.tenants.of_frame[frame]) * len(LruList) + lru.active[entry]
-        elif not swap.references[slot] and not swap.pins[slot]:
-            should[entry] = int(memory.tenants.of_slot[slot]) * len(LruList) + LruList.SWAPPED
-    on: dict[int, int] = {}
+    lists, swap = memory.lru.lists, memory.swap
+    should, on = _lists_by_state(memory), np.full(memory.cache.capacity, ABSENT, np.int32)
+    walked = on.data
     for number in range(len(memory.tenants.names) * len(LruList)):
-        members = lru.lists.members(number)
-        if len(members) != lru.lists.sizes[number]:
-            yield f"list {number} has {len(members)} pages, counted {lru.lists.sizes[number]}"
-        on |= dict.fromkeys(members, number)
-    for entry in sorted(should.keys() | on.keys()):
-        if not should.get(entry, ABSENT) == on.get(entry, ABSENT) == lru.lists.on[entry]:
-            yield (
-                f"entry {entry} should be on list {should.get(entry)}, stands on {on.get(entry)}, "
-                f"and is marked {lru.lists.on[entry]}"
-            )
-    idle = sum(number % len(LruList) != LruList.SWAPPED for number in should.values())
-    if idle != lru.idle_pages:
-        yield f"{lru.idle_pages} idle pages, counted {idle}"
-    active = int(np.count_nonzero(np.asarray(lru.active)[cache.in_use()]))
-    if active != lru.active_pages or active != np.count_nonzero(np.asarray(lru.active)):
-        yield f"{lru.active_pages} active pages, counted {active}"
-    clean = {
-        slot for slot in range(swap.total) if swap.twin[slot] >= 0 and not swap.references[slot] and not swap.pins[slot]
-    }
-    if clean != set(swap.clean.members(0)) or len(clean) != swap.clean.sizes[0]:
-        yield f"clean slots are {sorted(clean)}, the list has {swap.clean.members(0)} ({swap.clean.sizes[0]})"
+        count = 0
+        for count, page in enumerate(lists.walk(number), 1):
+            walked[page] = number
+            if count % ENTRIES_AT_ONCE == 0:
+                yield None
+        if count != lists.sizes[number]:
+            yield f"list {number} has {count} pages, counted {lists.sizes[number]}"
+    marked = np.asarray(lists.on)
+    for entry in np.flatnonzero((should != on) | (should != marked))[:MOST].tolist():
+        yield (
+            f"entry {entry} should be on list {should[entry]}, stands on {on[entry]}, and is marked {marked[entry]} "
+            f"({ABSENT}: none)"
+        )
+    idle = int(np.count_nonzero((should != ABSENT) & (should % len(LruList) != LruList.SWAPPED)))
+    if idle != memory.lru.idle_pages:
+        yield f"{memory.lru.idle_pages} idle pages, counted {idle}"
+    active = int(np.count_nonzero(memory.lru.actives[memory.cache.in_use()]))
+    if active != memory.lru.active_pages or active != np.count_nonzero(memory.lru.actives):
+        yield f"{memory.lru.active_pages} active pages, counted {active}"
+    is_clean = (np.asarray(swap.twin) >= 0) & (np.asarray(swap.references) == 0) & (np.asarray(swap.pins) == 0)
+    listed = sorted(swap.clean.members(0))
+    if np.flatnonzero(is_clean).tolist() != listed or len(listed) != swap.clean.sizes[0]:
+        yield f"clean slots are {np.flatnonzero(is_clean).tolist()}, the list has {listed} ({swap.clean.sizes[0]})"
 
 
-def _pins(memory: "MemoryManager") -> Iterator[str]:
+def _lists_by_state(memory: "MemoryManager") -> Int32Array:
+    """(capacity,) the list that each cached page should be on; ABSENT: none."""
+    cache, swap, frames = memory.cache, memory.swap, memory.frames
+    should: Int32Array = np.full(cache.capacity, ABSENT, np.int32)
+    used = np.flatnonzero(cache.in_use())
+    is_resident = cache.frames[used] != ABSENT
+    entries = used[is_resident]
+    places = cache.frames[entries]
+    idle = (frames.references[places] == 0) & (frames.pins[places] == 0)
+    entries, places = entries[idle], places[idle]
+    should[entries] = memory.tenants.of_frame[places] * len(LruList) + memory.lru.actives[entries]
+    entries = used[~is_resident]
+    places = cache.slots[entries]
+    idle = (np.asarray(swap.references)[places] == 0) & (np.asarray(swap.pins)[places] == 0)
+    entries, places = entries[idle], places[idle]
+    should[entries] = memory.tenants.of_slot[places] * len(LruList) + LruList.SWAPPED
+    return should
+
+
+def _pins(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariant 7: pins are exactly the places of the copies in flight."""
     frames = np.zeros(memory.frames.total, np.int32)
     slots = np.zeros(memory.swap.total, np.int32)
@@ -242,7 +271,7 @@ def _pins(memory: "MemoryManager") -> Iterator[str]:
         yield f"{memory.arriving_frames} frames arriving, counted {arriving}"
 
 
-def _tenants(memory: "MemoryManager") -> Iterator[str]:
+def _tenants(memory: "MemoryManager") -> Iterator[str | None]:
     """Invariant 11: every held frame is charged once, a mapped one to a tenant that maps it."""
     tenants, frames = memory.tenants, memory.frames
     count = len(tenants.names)
@@ -257,34 +286,36 @@ def _tenants(memory: "MemoryManager") -> Iterator[str]:
             yield f"tenant {name} is charged {tenants.usage[tenant]} frames, counted {usage[tenant]}"
         if swap_usage[tenant] != tenants.swap_usage[tenant]:
             yield f"tenant {name} is charged {tenants.swap_usage[tenant]} slots, counted {swap_usage[tenant]}"
-    by_tenant = _references_by_tenant(memory, count)
-    mapped = np.flatnonzero(frames.references > 0)
-    home = by_tenant[mapped, tenants.of_frame[mapped]]
-    for frame in mapped[home == 0][:MOST].tolist():
+    yield None
+    mapped, tenants_of, references = _references_by_tenant(memory, count)
+    is_home = tenants.of_frame[mapped] == tenants_of
+    for frame in np.setdiff1d(np.flatnonzero(frames.references > 0), mapped[is_home])[:MOST].tolist():
         yield f"frame {frame} is charged to {tenants.names[tenants.of_frame[frame]]}, who does not map it"
-    by_tenant[mapped, tenants.of_frame[mapped]] = 0
-    foreign = {
-        frame: {tenant: int(by_tenant[frame, tenant]) for tenant in np.flatnonzero(by_tenant[frame]).tolist()}
-        for frame in np.flatnonzero(by_tenant.any(axis=1)).tolist()
-    }
+    foreign: dict[int, dict[int, int]] = {}
+    abroad = ~is_home
+    for frame, tenant, times in zip(
+        mapped[abroad].tolist(), tenants_of[abroad].tolist(), references[abroad].tolist(), strict=True
+    ):
+        foreign.setdefault(frame, {})[tenant] = times
     if foreign != tenants.foreign:
         yield f"foreign references are {tenants.foreign}, counted {foreign}"
     if set(np.flatnonzero(tenants.has_foreign).tolist()) != foreign.keys():
         yield f"frames marked foreign are {np.flatnonzero(tenants.has_foreign).tolist()}, counted {sorted(foreign)}"
 
 
-def _references_by_tenant(memory: "MemoryManager", count: int) -> Int64Array:
-    """(frames, tenants): references of each tenant's rows to each frame."""
-    counted = np.zeros((memory.frames.total, count), np.int64)
-    for row in range(memory.tables.max_rows):
-        entries = memory.tables.mapped(row)
-        counted[entries[entries >= 0], memory.tables.tenants[row]] += 1  # a row maps a frame once
-    for pin in memory.pins.held.values():
-        counted[pin.frames, memory.tenants.id(pin.tenant)] += 1
-    return counted
+def _references_by_tenant(memory: "MemoryManager", count: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """(N,) each: frames, tenants that have references to them, how many. A row has one of a frame."""
+    tables, keys = memory.tables, [np.empty(0, np.int64)]
+    for row in tables.rows_in_use().tolist():
+        entries = tables.mapped(row).astype(np.int64)
+        keys.append(entries[entries >= 0] * count + int(tables.tenants[row]))
+    keys += [pin.frames.astype(np.int64) * count + memory.tenants.id(pin.tenant) for pin in memory.pins.held.values()]
+    found, references = np.unique(np.concatenate(keys), return_counts=True)
+    frames, tenants = np.divmod(found, count)
+    return frames, tenants, references
 
 
-def _promises(memory: "MemoryManager") -> Iterator[str]:
+def _promises(memory: "MemoryManager") -> Iterator[str | None]:
     """What is committed and pinned adds up."""
     if memory.ledger.committed != memory.ledger.charges.sum():
         yield f"{memory.ledger.committed} frames committed, counted {memory.ledger.charges.sum()}"
@@ -296,7 +327,7 @@ def _promises(memory: "MemoryManager") -> Iterator[str]:
             yield f"row {row} belongs to nobody and has a charge, a score or a mark"
 
 
-def _publisher(memory: "MemoryManager") -> Iterator[str]:
+def _publisher(memory: "MemoryManager") -> Iterator[str | None]:
     """Every page being written has a writer that lives."""
     tables = memory.tables
     yield from (

@@ -18,6 +18,7 @@ All lists live in two int32 arrays, so every operation is O(1) and nothing is al
 node per list. The newest page stands after the sentinel, the coldest before it.
 """
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -92,14 +93,18 @@ class PageLists:
         page = self._previous[self._pages + number]
         return page if page < self._pages else ABSENT
 
-    def members(self, number: int) -> list[int]:
-        """All pages of a list, the coldest first: for audits and views."""
-        found: list[int] = []
+    def walk(self, number: int) -> Iterator[int]:
+        """All pages of a list, the coldest first: for audits and views. Ends where links go in a circle, too."""
         page = self._previous[self._pages + number]
-        while page < self._pages and len(found) <= self._pages:
-            found.append(page)
+        for _ in range(self._pages + 1):
+            if page >= self._pages:
+                return
+            yield page
             page = self._previous[page]
-        return found
+
+    def members(self, number: int) -> list[int]:
+        """The same, as they are now."""
+        return list(self.walk(number))
 
 
 class PageLru:

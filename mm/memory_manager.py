@@ -19,7 +19,7 @@ caller hands to an executor in the order they were given. It reads no clock: `tu
 
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mm import accounting
 from mm.address_space import AddressSpace
 from mm.addresses import ABSENT, PAGE_SIZE, Int32Array, Int64Array, pages_for
 from mm.advice import Advice, advise_prefix, advise_space, drop_caches
-from mm.audit import find_discrepancies
+from mm.audit import look_through
 from mm.content import ContentChain, Namespace
 from mm.dry_run import DryRun, would_run
 from mm.errors import MemoryCorruption, OutOfFrames
@@ -546,7 +546,11 @@ class MemoryManager:
 
     def audit(self) -> list[str]:
         """Recompute every count from what it counts, and list each discrepancy; empty when all is well."""
-        return find_discrepancies(self)
+        return [found for found in look_through(self) if found is not None]
+
+    def auditing(self) -> Iterator[str | None]:
+        """The same, in portions of a millisecond or two: None after each. Memory must stay as it is meanwhile."""
+        return look_through(self)
 
     def check_invariants(self) -> None:
         """Raise MemoryCorruption with everything that `audit` lists."""

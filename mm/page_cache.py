@@ -13,6 +13,7 @@ entry that the walk came from. So a collision costs a miss and never a wrong pag
 cannot be reached any more; it goes with the next reclaim, or when the same page is published again.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,6 +24,9 @@ from mm.content import BYTES_PER_TOKEN, DIGEST_BYTES, ContentChain
 
 ROOT_SERIAL = 0
 """The serial of what precedes a first page. No entry has it."""
+
+MOST_LISTED = 100
+"""Discrepancies of one kind."""
 
 CHILDREN_LOOKED_AT = 16
 """Children that are compared with a prompt to find a partly matching page: the newest ones."""
@@ -216,24 +220,40 @@ class PageCache:
         used: BoolArray = self.serials != 0
         return used
 
-    def discrepancies(self) -> Iterator[str]:
-        """What is wrong with the links between entries, for the audit."""
-        listed: list[int] = []
+    def discrepancies(self, at_once: int) -> Iterator[str | None]:
+        """What is wrong with the links between entries, for the audit; None after every `at_once` entries."""
+        used = np.flatnonzero(self.in_use())
+        parents = used[np.asarray(self._first_child)[used] != ABSENT].tolist()
         heads = [(root, child, ABSENT) for root, child in self._first_of_root.items()]
-        used = np.flatnonzero(self.in_use()).tolist()
-        heads += [(b"", self._first_child[entry], entry) for entry in used if self._first_child[entry] != ABSENT]
-        for root, child, parent in heads:
+        yield None
+        listed, count = np.zeros(self.capacity, np.int32), 0
+        times = listed.data
+        below = ((b"", self._first_child[entry], entry) for entry in parents)
+        for root, child, parent in itertools.chain(heads, below):
             newer = ABSENT
-            while child != ABSENT and len(listed) <= len(used):
-                listed.append(child)
+            while child != ABSENT and count <= len(used):
+                times[child] += 1
+                count += 1
+                if count % at_once == 0:
+                    yield None
                 if self._newer[child] != newer:
                     yield f"entry {child}: newer sibling {self._newer[child]}, should be {newer}"
                 if self.parent[child] != parent or not self.has_parent(child) or self._root_of.get(child, b"") != root:
                     yield f"entry {child} stands among the children of {parent} and is not one"
                 newer, child = child, self._older[child]
-        reachable = [entry for entry in used if self.has_parent(entry)]
-        if sorted(listed) != reachable:
-            yield f"children lists have {sorted(listed)}, entries with a parent are {reachable}"
-        salted = Counter(key[:DIGEST_BYTES] for key in self.index if len(key) > DIGEST_BYTES)
+        yield None
+        above = np.asarray(self.parent)[used]
+        is_reachable = (above == ABSENT) | (self.serials[above] == np.asarray(self.parent_serial)[used])
+        yield None
+        should = np.zeros(self.capacity, np.int32)
+        should[used[is_reachable]] = 1
+        for entry in np.flatnonzero(listed != should)[:MOST_LISTED].tolist():
+            yield f"entry {entry} stands {listed[entry]} times among children, should {should[entry]} times"
+        salted: Counter[bytes] = Counter()
+        for number, key in enumerate(self.index):
+            if number % at_once == 0:
+                yield None
+            if len(key) > DIGEST_BYTES:
+                salted[key[:DIGEST_BYTES]] += 1
         if salted != self._salted:
             yield f"{len(self._salted)} salted digests, counted {len(salted)}"

@@ -24,6 +24,7 @@ import msgspec
 import structlog
 
 from mm.addresses import FloatArray
+from mm.errors import MemoryCorruption
 from model.executor import Executor
 from model.step_plan import StepPlan, StepResult, Ticket
 from service.between_steps import BetweenSteps
@@ -305,10 +306,23 @@ class Engine:
             while not self._wake.is_set() and self.executor.use_idle_time():  # noqa: ASYNC110 - each turn does work
                 await asyncio.sleep(0)
             if not await self._woken_within(IDLE_AUDIT_S):
-                self.scheduler.memory.check_invariants()
+                await self._audit()
                 due_s = self.scheduler.next_deadline_s
                 await self._woken_within(None if due_s is None else max(0.0, due_s - self._clock()))
         self._wake.clear()
+
+    async def _audit(self) -> None:
+        """Raises MemoryCorruption. Who comes meanwhile does not wait for the rest: it is begun anew another time."""
+        found = []
+        for discrepancy in self.scheduler.memory.auditing():
+            if discrepancy is not None:
+                found.append(discrepancy)
+                continue
+            await asyncio.sleep(0)
+            if self._wake.is_set():
+                break
+        if found:
+            raise MemoryCorruption(found)
 
     async def _polled(self, is_done: Callable[[], bool]) -> bool:
         """Whether it is, at the latest after as many turns of the event loop as the device is polled for."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from memory_house import House
 
-from mm import MemoryCorruption
+from mm import MemoryCorruption, MemoryManager
 from mm.flight_recorder import EventKind, FlightRecorder
 from mm.pressure import PressureMeter
 
@@ -145,3 +145,78 @@ def test_the_audit_finds_what_was_spoiled(spoil: object, found: str) -> None:
     house = House(slots=4)
     spoil(house.memory)  # type: ignore[operator]
     assert any(found in line for line in house.memory.audit()), house.memory.audit()
+
+
+def furnished() -> House:
+    """Pages that are mapped, shared by two tenants, cached alone, in swap with Sequences, clean, and in swap alone."""
+    house = House(frames=12, slots=12)
+    prefix = tokens(2 * P, 1)
+    house.start([*prefix, *tokens(P + 1, 2)], tenant="a")
+    house.start([*prefix, 5], tenant="b")
+    house.run(tokens(3 * P + 1, 3))
+    guest = house.start(tokens(P + 1, 4))
+    house.finish(house.memory.swap_out([guest.space]))
+    house.start(tokens(2 * P, 6))
+    assert house.memory.audit() == []
+    return house
+
+
+def a_cached_frame(m: MemoryManager) -> int:
+    return int(np.flatnonzero(m.cache.entries_of_frames >= 0)[0])
+
+
+def an_entry(m: MemoryManager) -> int:
+    return int(np.flatnonzero(m.cache.in_use())[0])
+
+
+def a_used_slot(m: MemoryManager) -> int:
+    return int(np.flatnonzero(np.asarray(m.swap.references))[0])
+
+
+def a_listed_page(m: MemoryManager) -> int:
+    return int(np.flatnonzero(np.asarray(m.lru.lists.on) >= 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda m: m.swap.references.__setitem__(a_used_slot(m), 7), "7 references, 1 holders"),
+        (lambda m: m.swap.slots_of_frames.__setitem__(11, 2), "frame 11: its slot 2 does not name it"),
+        (lambda m: m.swap.twin.__setitem__(11, 5), "slot 11: its twin, frame 5, names slot -1"),
+        (lambda m: m.swap.entry.__setitem__(11, an_entry(m)), "names slot -1"),
+        (lambda m: m.cache.entries_of_frames.__setitem__(a_cached_frame(m), -1), "names entry -1"),
+        (lambda m: m.cache.frames.__setitem__(an_entry(m), -1), "is nowhere"),
+        (lambda m: m.cache.keys.__setitem__(an_entry(m), b"?"), "is not in the index under its key"),
+        (lambda m: m.cache.content.__setitem__(an_entry(m), b"?"), "has 1 bytes of content"),
+        (lambda m: m.cache.index.__setitem__(b"?", an_entry(m)), "in the index"),
+        (lambda m: m.cache._newer.__setitem__(an_entry(m), an_entry(m)), "newer sibling 0, should be"),
+        (lambda m: m.cache._first_of_root.clear(), "stands 0 times among children, should 1 times"),
+        (lambda m: m.lru.lists.on.__setitem__(a_listed_page(m), 1), "and is marked 1"),
+        (lambda m: m.lru.lists.remove(a_listed_page(m)), "stands on -1"),
+        (lambda m: m.lru.actives.__setitem__(a_listed_page(m), ~m.lru.actives[a_listed_page(m)]), "active pages"),
+        (lambda m: m.tenants.foreign.clear(), "foreign references are {}, counted {"),
+        (lambda m: m.tenants.has_foreign.__setitem__(7, True), "frames marked foreign are"),
+    ],
+)
+def test_the_audit_finds_what_was_spoiled_among_many(spoil: object, found: str) -> None:
+    house = furnished()
+    spoil(house.memory)  # type: ignore[operator]
+    assert any(found in line for line in house.memory.audit()), house.memory.audit()
+
+
+def test_a_frame_that_is_charged_to_who_does_not_map_it() -> None:
+    house = furnished()
+    shared = next(iter(house.memory.tenants.foreign))
+    house.memory.tenants.of_frame[shared] = house.memory.tenants.id("default")
+    assert any("who does not map it" in line for line in house.memory.audit())
+
+
+def test_an_audit_stops_on_its_way_however_much_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine can let others in: after each 8 entries here, in every part that goes through all."""
+    monkeypatch.setattr("mm.audit.ENTRIES_AT_ONCE", 8)
+    house = House(frames=400, pages=64)
+    fewer = sum(found is None for found in house.memory.auditing())
+    for seed in range(10):
+        house.run(tokens(32 * P + 1, seed))
+    assert len(house.memory.cache) == 320
+    assert sum(found is None for found in house.memory.auditing()) >= fewer + 4 * 320 // 8

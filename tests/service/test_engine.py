@@ -1,7 +1,7 @@
 """The loop around the scheduler: messages in, events out, waiting, draining, dying. Simulated executor, fake clock."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -506,6 +506,28 @@ async def test_an_idle_engine_audits_its_memory(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(Exception, match="frame 3"):
             await house.task
         assert house.client.state == "dead"
+
+
+async def test_who_comes_during_an_audit_does_not_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.IDLE_AUDIT_S", 0.01)
+    begun, looked_at = asyncio.Event(), 0
+
+    def endless() -> Iterator[None]:
+        nonlocal looked_at
+        while True:
+            looked_at += 1
+            begun.set()
+            yield None
+
+    async with running() as house, asyncio.timeout(20):
+        house.engine.scheduler.memory.auditing = endless
+        await begun.wait()
+        tokens, ended = await read(house.start([1, 2, 3], 4))
+        assert len(tokens) == 4
+        assert ended.reason == "length"
+        before, begun = looked_at, asyncio.Event()
+        await begun.wait()  # begun anew when it is quiet again
+        assert looked_at > before
 
 
 async def test_reports_count_what_a_step_did() -> None:
