@@ -88,10 +88,11 @@ def test_anthropic_uses_tools(tool_server: Served) -> None:
 
 
 def test_langchain_binds_tools(tool_server: Served) -> None:
+    """Strict, which closes the schema: of an open one the small model goes on with properties of its own."""
     model = ChatOpenAI(
         base_url=tool_server.base_url, api_key=tool_server.key, model="served", temperature=0, max_tokens=100
     )
-    answer = model.bind_tools([GetWeather], tool_choice="required", parallel_tool_calls=False).invoke(ASKED)
-    assert [call["name"] for call in answer.tool_calls] == ["GetWeather"]
-    structured = model.with_structured_output(GetWeather, method="function_calling").invoke(ASKED)
+    binding = model.bind_tools([GetWeather], tool_choice="required", parallel_tool_calls=False, strict=True)
+    assert [call["name"] for call in binding.invoke(ASKED).tool_calls] == ["GetWeather"]
+    structured = model.with_structured_output(GetWeather, method="function_calling", strict=True).invoke(ASKED)
     assert isinstance(structured, GetWeather)
