@@ -19,8 +19,8 @@ from service.openapi import document
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    version = request.app[FRONT_END].settings.version
-    return encoded_answer(document(version))
+    front_end = request.app[FRONT_END]
+    return encoded_answer(document(front_end.settings.version, asks_key=bool(front_end.api_keys)))
 
 
 async def docs(request: web.Request) -> web.Response:

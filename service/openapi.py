@@ -173,8 +173,8 @@ STATUS_WORDS: Mapping[int, str] = {
 
 
 @functools.lru_cache(maxsize=4)
-def document(version: str) -> bytes:
-    """The description as JSON."""
+def document(version: str, *, asks_key: bool = True) -> bytes:
+    """The description as JSON. A server without keys (`asks_key` false) asks for none on any route, and says so."""
     named = [operation.body for operation in OPERATIONS.values() if operation.body is not None]
     named += [operation.answer for operation in OPERATIONS.values() if operation.answer is not None]
     named += [operation.event for operation in OPERATIONS.values() if operation.event is not None]
@@ -187,7 +187,7 @@ def document(version: str) -> bytes:
         _add_bounds(name, components[name])
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, of_kind)
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, of_kind, asks_key)
     described = {
         "openapi": "3.1.0",
         "info": {
@@ -209,13 +209,16 @@ def document(version: str) -> bytes:
     return msgspec.json.encode(described)
 
 
-def _operation(method: str, path: str, operation: Operation, of_kind: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(
+    method: str, path: str, operation: Operation, of_kind: Mapping[Any, Any], asks_key: bool
+) -> dict[str, Any]:
+    is_open = operation.is_open or not asks_key
     parameters = [{"name": "id", "in": "path", "required": True, "schema": _ID}] if "{id}" in path else []
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}_{path.strip('/').replace('/', '_').replace('{id}', 'id')}".replace(".", "_"),
         "summary": operation.summary,
         "parameters": [*parameters, REQUEST_ID | {"schema": {"type": "string"}}],
-        "security": [] if operation.is_open else [{"key": []}],
+        "security": [] if is_open else [{"key": []}],
         "responses": {"200": _answer(operation, of_kind)},
     }
     if operation.body is not None:
@@ -224,7 +227,7 @@ def _operation(method: str, path: str, operation: Operation, of_kind: Mapping[An
     if operation.summary.startswith("Not served"):
         del found["responses"]["200"]
     error = of_kind[answers.AnthropicError if operation.is_anthropic else ErrorBody]
-    statuses = {*operation.statuses, 400, 405, 500, *(() if operation.is_open else (401,))}
+    statuses = {*operation.statuses, 400, 405, 500, *(() if is_open else (401,))}
     for status in sorted(statuses):
         content = {"application/json": {"schema": error}}
         found["responses"][str(status)] = {"description": STATUS_WORDS[status], "content": content}

@@ -62,13 +62,23 @@ def test_every_open_struct_of_a_body_refuses_unknown_fields() -> None:
         assert API["components"]["schemas"][body.__name__]["additionalProperties"] is False
 
 
-async def test_it_is_served_and_printed(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_is_served_and_printed(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     from service.__main__ import run
 
-    served = (await server.get("/openapi.json")).json
-    assert served == API
+    server = await start(settings={"api_keys": ("k",)})
+    assert (await server.get("/openapi.json")).json == API
     assert run(["openapi"]) == 0
     assert json.loads(capsys.readouterr().out)["paths"] == API["paths"]
+
+
+async def test_a_server_without_keys_asks_for_none(server: Server) -> None:
+    """Its description, too: a tool that goes by it finds no door that ought to be closed."""
+    served = (await server.get("/openapi.json")).json
+    for path, methods in served["paths"].items():
+        for method, operation in methods.items():
+            described = API["paths"][path][method]
+            answers = {status: answer for status, answer in described["responses"].items() if status != "401"}
+            assert operation == described | {"security": [], "responses": answers}, (method, path)
 
 
 async def test_the_page_works_offline_and_runs_its_own_script_only(server: Server) -> None:
