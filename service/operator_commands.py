@@ -8,6 +8,7 @@ server takes it from. Exit codes: 0 well; 1 the audit has found something, or th
 import http.client
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -217,7 +218,7 @@ def _top(client: AdminClient, given: Any) -> int:
         before = client.facts("pulse")
         time.sleep(given.interval)
         picture = top.Picture(before, client.facts("pulse"), client.facts("sequences", limit=top.MOST_LINES))
-        print("\n".join(picture.lines(width=100)))
+        print("\n".join(picture.lines(shutil.get_terminal_size((200, 0)).columns)))
         return EXIT_OK
     return top.run(client, given.interval)
 

@@ -31,33 +31,37 @@ class Picture:
 
     def lines(self, width: int) -> list[str]:
         """The whole picture; the table comes last, its head before it."""
-        return [line[:width] for line in (*self._head(), "", *self._table())]
+        return [*self._folded_head(width), "", *(line[:width] for line in self._table())]
 
-    @property
-    def head_lines(self) -> int:
+    def head_lines(self, width: int) -> int:
         """Lines before the first sequence."""
-        return len(self._head()) + 2
+        return len(self._folded_head(width)) + 2
 
-    def _head(self) -> list[str]:
+    def _folded_head(self, width: int) -> list[str]:
+        return [line for phrases in self._head() for line in _folded(phrases, width)]
+
+    def _head(self) -> list[list[str]]:
+        """Lines, each as the phrases that stay together where it is folded."""
         pulse, frames, slots = self._pulse, self._pulse["frames"], self._pulse["slots"]
         waits = " ".join(f"{name} {pulse[name]}" for name in ("running", "waiting", "swapped"))
-        first = (
-            f"pagewalk  up {_duration(pulse['uptime_s'])}  step {pulse['step']}  {waits}  "
-            f"{self._rate('generated_tokens'):.0f} tokens/s  TTFT {self._mean_ms('ttft')}  ITL {self._mean_ms('itl')}"
-        )
-        counts = ", ".join(f"{frames[name]} {name}" for name in ("active", "cached", "free", "shared", "pinned"))
-        lines = [first, f"Frames [{_bar(frames)}] {frames['total']}: {counts}"]
+        first = ["pagewalk", f"up {_duration(pulse['uptime_s'])}", f"step {pulse['step']}", waits]
+        times = [f"TTFT {self._mean_ms('ttft')}", f"ITL {self._mean_ms('itl')}"]
+        counts = [f"{frames[name]} {name}" for name in ("active", "cached", "free", "shared", "pinned")]
+        lines = [
+            [*first, f"{self._rate('generated_tokens'):.0f} tokens/s", *times],
+            [f"Frames [{_bar(frames)}] {frames['total']}:", *counts],
+        ]
         if slots["total"]:
             used = slots["total"] - slots["free"]
             filled = round(BAR * used / slots["total"])
-            lines.append(f"Swap   [{'#' * filled}{'.' * (BAR - filled)}] {slots['total']}: {used} used")
+            lines.append([f"Swap   [{'#' * filled}{'.' * (BAR - filled)}] {slots['total']}: {used} used"])
         for name in ("memory", "compute"):
             some, full = (pulse["pressure"][name][kind]["avg10"] for kind in ("some", "full"))
-            lines.append(f"{name.capitalize():<7} pressure: some {some:.1f} %, full {full:.1f} % of the last 10 s")
+            lines.append([f"{name.capitalize():<7} pressure: some {some:.1f} %, full {full:.1f} % of the last 10 s"])
         query, hit = self._rate("prefix_query"), self._rate("prefix_hit")
         rates = (f"{name} {self._rate(name):.0f}/s" for name in ("evict", "preempt", "swap_out", "swap_in"))
         hits = f"{hit / query:.0%}" if query else "-"
-        return [*lines, f"Prefix hits {hits}  {'  '.join(rates)}"]
+        return [*lines, [f"Prefix hits {hits}", *rates]]
 
     def _table(self) -> list[str]:
         columns = {
@@ -80,6 +84,17 @@ class Picture:
         if not count:
             return "-"
         return f"{1000 * (now[f'{name}_sum_s'] - then[f'{name}_sum_s']) / count:.1f} ms"
+
+
+def _folded(phrases: list[str], width: int) -> list[str]:
+    """A line, or as many as the phrases need."""
+    lines = [phrases[0]]
+    for phrase in phrases[1:]:
+        if len(lines[-1]) + 2 + len(phrase) <= width:
+            lines[-1] += f"  {phrase}"
+        else:
+            lines.append(f"        {phrase}")
+    return [line[:width] for line in lines]
 
 
 def _bar(frames: dict[str, int]) -> str:
@@ -136,7 +151,7 @@ def _draw(screen: Any, picture: Picture, chosen: int, message: str) -> None:
     height, width = screen.getmaxyx()
     screen.erase()
     lines = picture.lines(width - 1)
-    first = picture.head_lines
+    first = picture.head_lines(width - 1)
     shift = max(0, chosen - (height - first - 3))
     shown = lines[:first] + lines[first + shift :]
     for y, line in enumerate(shown[: height - 1]):

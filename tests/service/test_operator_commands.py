@@ -208,6 +208,7 @@ async def test_top_draws_and_ends_with_q(house: RealHouse) -> None:
 
 
 def test_a_picture_says_what_has_changed_between_two_pulses() -> None:
+    """And nothing of its head is cut off by a terminal of 80 columns."""
     stall = {"avg10": 12.5, "avg60": 0.0, "avg300": 0.0, "total_us": 1}
     names = ("generated_tokens", "ended", "prefix_query", "prefix_hit", "swap_in", "swap_out", "evict", "preempt")
     counters = dict.fromkeys((*names, "ttft_sum_s", "ttft_count", "itl_sum_s", "itl_count"), 0)
@@ -230,6 +231,12 @@ def test_a_picture_says_what_has_changed_between_two_pulses() -> None:
     assert "[####################....................] 10: 5 used" in lines[2]
     assert "some 12.5 %" in lines[3]
     assert "Prefix hits 90%" in lines[5]
+    narrow = Picture(pulse, later, {"sequences": [], "total": 0})
+    shown = narrow.lines(79)
+    assert all(len(line) <= 79 for line in shown)
+    assert shown[narrow.head_lines(79) - 1].startswith("ID")
+    for phrase in ("ITL -", "20 free", "4 shared", "0 pinned", "swap_in 0/s"):
+        assert any(phrase in line for line in shown), phrase
 
 
 def test_every_command_is_known_to_the_command_line() -> None:
