@@ -252,6 +252,7 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
         words = str(error)
         if words.startswith(f"{ours} "):
             words = told + words.removeprefix(ours)
+        words = words.replace(f"`$.{ours}", f"`$.{told}")
         raise type(error)(words, param=told) from None
 
 

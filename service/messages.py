@@ -96,10 +96,12 @@ def object_in(text: str) -> dict[str, Any] | None:
 
 
 def check_tool_messages(messages: Sequence[ChatMessage]) -> None:
-    """A message of role tool answers a call of an assistant before it. Raises BadRequest."""
+    """A message of role tool answers a call of an assistant before it. Raises BadRequest, which names the call and no
+    place: in other forms than a chat's the message stands elsewhere.
+    """
     called: set[str] = set()
-    for i, message in enumerate(messages):
+    for message in messages:
         called.update(call.id for call in message.tool_calls or ())
         if message.role == "tool" and message.tool_call_id is not None and message.tool_call_id not in called:
             words = f"no assistant before has made the call {quoted(message.tool_call_id)}"
-            raise BadRequest(f"{words} - at `$.messages[{i}].tool_call_id`", param="messages")
+            raise BadRequest(words, param="messages")

@@ -154,7 +154,7 @@ async def test_a_failure_in_the_stream(talking: Server) -> None:
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "refuses these messages"),
         ({"temperature": 1.5}, "temperature must be in [0, 1]"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences may have at most 16"),
-        ({"stop_sequences": [""]}, "must not be empty"),
+        ({"stop_sequences": [""]}, "must not be empty - at `$.stop_sequences[0]`"),
         ({"top_p": 3}, "top_p"),
         ({"tools": [{"name": "f", "input_schema": {}}]}, "no place for tools"),
         ({"tools": [{"name": "f g", "input_schema": {}}]}, "letters"),

@@ -186,4 +186,4 @@ async def test_thoughts_and_uses_of_earlier_turns_reach_the_template(start: Star
     counted = await server.post("/v1/messages/count_tokens", {"messages": history, "tools": BLOCKS})
     assert counted.json["input_tokens"] == len(server.engine.submitted[-1].prompt_ids)
     answer = await message(server, messages=history[2:])
-    assert (answer.status, "made the call c" in answer.json["error"]["message"]) == (400, True)
+    assert (answer.status, answer.json["error"]["message"]) == (400, "no assistant before has made the call c")
