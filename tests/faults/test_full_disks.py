@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def started(model: Path, folder: Path, front_ends: int, *more: str) -> Process:
-    tiny = ["--model", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "8MiB", "--threads", "1"]
+    tiny = ["--model", str(model), "--load-format", "dummy", "--kv-cache-memory-bytes", "16MiB", "--threads", "1"]
     return Process(*tiny, "--front-ends", str(front_ends), "--log-format", "json", *more, folder=folder)
 
 

@@ -97,7 +97,7 @@ async def load(house: RealHouse, clients: int) -> AsyncIterator[list[int]]:
 @pytest.fixture
 async def house(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealHouse]:
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "swap_memory_bytes": 1 << 18}
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "swap_memory_bytes": 1 << 18, "dtype": "bfloat16"}
     async with real_house(monkeypatch, folder, max_model_len=6000, **memory) as house:
         step = house.engine.step
 

@@ -216,7 +216,7 @@ async def test_a_pool_grows_and_shrinks_while_it_serves(
     """The same answers from the real executor, whatever size the pool has, also across a change."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
     sizes = {"kv_cache_memory_bytes": 30 << 10, "kv_cache_max_memory_bytes": 50 << 10}
-    sizes |= {"swap_memory_bytes": 5 << 10, "swap_max_memory_bytes": 20 << 10}
+    sizes |= {"swap_memory_bytes": 5 << 10, "swap_max_memory_bytes": 20 << 10, "dtype": "bfloat16"}
     body = {"prompt": list(range(2, 50)), "max_tokens": 100, "ignore_eos": True, "temperature": 0}
     async with real_house(monkeypatch, folder, max_model_len=200, max_num_seqs=4, **sizes) as house:
         facts = (await get(house, "meminfo"))[2]

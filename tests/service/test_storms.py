@@ -33,7 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path, front_ends: int) -> Iterator[Process]:
-    small = ["--kv-cache-memory-bytes", f"{FRAMES}KiB", "--swap-memory-bytes", f"{FRAMES // 2}KiB"]
+    small = [
+        "--dtype",
+        "bfloat16",
+        "--kv-cache-memory-bytes",
+        f"{FRAMES}KiB",
+        "--swap-memory-bytes",
+        f"{FRAMES // 2}KiB",
+    ]
     small += ["--max-model-len", "300", "--max-num-seqs", "12", "--max-num-batched-tokens", "64"]
     tiny = ["--model", str(model), "--load-format", "dummy", "--threads", "1", "--overcommit", "always"]
     process = Process(*tiny, *small, "--front-ends", str(front_ends), "--log-format", "json", folder=tmp_path)
