@@ -11,15 +11,15 @@ from torch import Tensor
 
 from cuda.errors import ShapeMismatch
 from cuda.launch import TENSOR_MAP_BYTES, Kernel, KernelLoader, KernelSpec
+from cuda.paged_decode import UNWRITTEN
+from cuda.paged_prefill import HOPPER
 from cuda.tensors import check_tensor, element_of
 
-HOPPER = 90  # the compute capability: later ones have no wgmma
 HALF, TILE, STEP = 64, 128, 64  # weight rows of a half, of a tile; numbers of K that a box has
 ROW_BYTES = 2 * STEP
 SHARED_BYTES = 225 * 1024  # of a block at most, beside its barriers
 MOST_STAGES = 12
 LEAST_STEPS = 4  # of a part of K
-UNWRITTEN = -1  # the bits of a number that no block has handed to another
 
 TOKENS = (16, 32, 48, 64, 80)
 """Sizes of batches that there are kernels for; a batch takes the next larger one. A token gets the same in all."""

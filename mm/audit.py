@@ -183,9 +183,8 @@ def _cache(memory: "MemoryManager") -> Iterator[str | None]:
     for entry in used[(frames != ABSENT) & (cache.entries_of_frames[frames] != used)][:MOST].tolist():
         frame = cache.frame[entry]
         yield f"entry {entry}: its frame {frame} names entry {cache.entry_of_frame[frame]}"
-    for entry in (
-        used[(slots != ABSENT) & (np.asarray(swap.entry)[slots] != used)][:MOST].tolist() if swap.total else []
-    ):
+    swapped = used[slots != ABSENT]
+    for entry in swapped[np.asarray(swap.entry)[cache.slots[swapped]] != swapped][:MOST].tolist():
         yield f"entry {entry}: its slot {cache.slot[entry]} names entry {swap.entry[cache.slot[entry]]}"
     yield None
     named = np.flatnonzero(cache.entries_of_frames != ABSENT)
@@ -196,7 +195,7 @@ def _cache(memory: "MemoryManager") -> Iterator[str | None]:
         entry = cache.entry_of_frame[frame]
         yield f"frame {frame}: twin {swap.slot_of_frame[frame]}, but its entry {entry} has another slot"
     yield None
-    yield from cache.discrepancies(ENTRIES_AT_ONCE)
+    yield from cache.discrepancies(ENTRIES_AT_ONCE, MOST)
 
 
 def _lists(memory: "MemoryManager") -> Iterator[str | None]:

@@ -25,9 +25,6 @@ from mm.content import BYTES_PER_TOKEN, DIGEST_BYTES, ContentChain
 ROOT_SERIAL = 0
 """The serial of what precedes a first page. No entry has it."""
 
-MOST_LISTED = 100
-"""Discrepancies of one kind."""
-
 CHILDREN_LOOKED_AT = 16
 """Children that are compared with a prompt to find a partly matching page: the newest ones."""
 
@@ -220,8 +217,8 @@ class PageCache:
         used: BoolArray = self.serials != 0
         return used
 
-    def discrepancies(self, at_once: int) -> Iterator[str | None]:
-        """What is wrong with the links between entries, for the audit; None after every `at_once` entries."""
+    def discrepancies(self, at_once: int, most: int) -> Iterator[str | None]:
+        """What is wrong with the links between entries, for the audit: `most` of a kind; None after every `at_once`."""
         used = np.flatnonzero(self.in_use())
         parents = used[np.asarray(self._first_child)[used] != ABSENT].tolist()
         heads = [(root, child, ABSENT) for root, child in self._first_of_root.items()]
@@ -247,7 +244,7 @@ class PageCache:
         yield None
         should = np.zeros(self.capacity, np.int32)
         should[used[is_reachable]] = 1
-        for entry in np.flatnonzero(listed != should)[:MOST_LISTED].tolist():
+        for entry in np.flatnonzero(listed != should)[:most].tolist():
             yield f"entry {entry} stands {listed[entry]} times among children, should {should[entry]} times"
         salted: Counter[bytes] = Counter()
         for number, key in enumerate(self.index):

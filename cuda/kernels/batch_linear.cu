@@ -31,9 +31,6 @@ constexpr int HALF = 64, TILE = 2 * HALF;  // weight rows
 constexpr int STEP = 64, ROW = 2 * STEP;   // of K; bytes
 constexpr int COMPUTING = 256;             // threads
 
-// SiLU(gate) * up
-__device__ __forceinline__ float gated(float gate, float up) { return up * (gate / (1.f + expf(-gate))); }
-
 __device__ __forceinline__ bool is_unwritten(const float4& v) {
   return is_unwritten(v.x) || is_unwritten(v.y) || is_unwritten(v.z) || is_unwritten(v.w);
 }
@@ -246,8 +243,8 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
       for (int j = 0; j < GROUPS; ++j) {
         if (j * 8 >= M) continue;
         const float4 up = handed[j * 128];
-        d[4 * j] = gated(d[4 * j], up.x), d[4 * j + 1] = gated(d[4 * j + 1], up.y);
-        d[4 * j + 2] = gated(d[4 * j + 2], up.z), d[4 * j + 3] = gated(d[4 * j + 3], up.w);
+        d[4 * j] = up.x * silu(d[4 * j]), d[4 * j + 1] = up.y * silu(d[4 * j + 1]);
+        d[4 * j + 2] = up.z * silu(d[4 * j + 2]), d[4 * j + 3] = up.w * silu(d[4 * j + 3]);
       }
       barrier_arrive(taken);
       turn ^= 1;

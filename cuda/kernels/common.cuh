@@ -84,6 +84,9 @@ template <class E> __device__ __forceinline__ float round_to(float x) {  // what
 #define UNWRITTEN __uint_as_float(0xffffffffu)
 __device__ __forceinline__ bool is_unwritten(float x) { return __float_as_uint(x) == 0xffffffffu; }
 
+// ---- what the gate of a feed-forward network does to its number -----------------------------------------------------
+__device__ __forceinline__ float silu(float x) { return x / (1.f + expf(-x)); }
+
 // ---- sums over a warp ----------------------------------------------------------------------------------------------
 template <int LANES = 32, class T> __device__ __forceinline__ T warp_sum(T x) {  // over groups of LANES neighbours
 #pragma unroll

@@ -17,6 +17,6 @@ __global__ void __launch_bounds__(256) silu_mul(const E* x, E* out, int N, int c
   unpack_chunk<E>(load_ordered((const uint4*)(x + row * 2 * N + column)), gate);
   unpack_chunk<E>(load_ordered((const uint4*)(x + row * 2 * N + N + column)), up);
 #pragma unroll
-  for (int k = 0; k < C; ++k) up[k] *= gate[k] / (1.f + expf(-gate[k]));
+  for (int k = 0; k < C; ++k) up[k] *= silu(gate[k]);
   *(uint4*)(out + row * N + column) = pack_chunk<E>(up);
 }

@@ -186,7 +186,7 @@ template <class E> struct Gate {
   __device__ __forceinline__ void finish(float2 bias, int m, int low, int high, int tile, float x, float y) const {
     if (m >= p.M || low >= p.distance) return;
     const float gate = x + bias.x, up = y + bias.y;
-    store_number<E>(out + (i64)m * p.distance + low, up * (gate / (1.f + expf(-gate))));
+    store_number<E>(out + (i64)m * p.distance + low, up * silu(gate));
   }
 };
 

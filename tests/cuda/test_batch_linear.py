@@ -10,8 +10,9 @@ import torch
 from emulated_gpu import EmulatedLoader
 from kernel_devices import Device
 
-from cuda.batch_linear import HOPPER, TOKENS, BatchLinear
+from cuda.batch_linear import TOKENS, BatchLinear
 from cuda.errors import ShapeMismatch
+from cuda.paged_prefill import HOPPER
 from cuda.rms_norm import RmsNorm
 
 BF16, FP16 = torch.bfloat16, torch.float16
