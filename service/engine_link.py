@@ -73,6 +73,7 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
     facts: ModelFacts
     tokenizer: TokenizerFiles
     limits: Limits
+    polls: bool = False  # rather than to sleep while a first token is about to come (busy_poll.py)
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

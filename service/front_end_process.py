@@ -25,8 +25,9 @@ import structlog
 import uvloop
 
 from service import logs
+from service.busy_poll import BusyPoll
 from service.doors import Doors
-from service.engine_client import EngineClient, EngineDied, TokenBatch
+from service.engine_client import EngineClient, EngineDied, Submit, TokenBatch
 from service.engine_link import (
     Answer,
     EngineLink,
@@ -69,6 +70,7 @@ class FrontEndProcess:
         self.doors: Doors | None = None
         self._engine: EngineLink | None = None
         self._client: EngineClient | None = None
+        self._busy_poll: BusyPoll | None = None  # where it is worth a core
         self._listens_later: Hello | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -122,6 +124,11 @@ class FrontEndProcess:
             case Goodbye():
                 self._finish(EXIT_OK)
 
+    def _send(self, *messages: Any) -> None:
+        self.link.send(*messages)
+        if self._busy_poll is not None and isinstance(messages[0], Submit):
+            self._busy_poll.begin()
+
     def _lost(self, reason: str) -> None:
         if not self._end.done():
             log.error("the engine's process is gone", reason=reason)
@@ -161,7 +168,7 @@ class FrontEndProcess:
 
     def _meet(self, hello: Hello) -> None:
         logs.configure(hello.log_level, hello.log_format)
-        self._engine = EngineLink(self.link.send, silence_s=hello.silence_s, clock=time.monotonic)
+        self._engine = EngineLink(self._send, silence_s=hello.silence_s, clock=time.monotonic)
         settings = msgspec.structs.replace(hello.settings, max_generating=allow_many_sockets())
         front_end = FrontEnd(settings, self.counts, logs.log_request, self._engine, known_keys=hello.keys)
         self.doors = Doors(front_end, tls_context(settings))
@@ -182,8 +189,10 @@ class FrontEndProcess:
         tokenizer = await asyncio.to_thread(serve.tokenizer.load)
         self._engine.serve(serve.limits)
         self.counts.serve(serve.limits.max_model_len)
-        self._client = EngineClient(self._engine)
-        self.doors.front_end.model = serve.facts.served(tokenizer, self._client)
+        self._client = client = EngineClient(self._engine)
+        if serve.polls:
+            self._busy_poll = BusyPoll(lambda: client.open_sequences)
+        self.doors.front_end.model = serve.facts.served(tokenizer, client)
         settle()
         if self._listens_later is not None:
             await self._listen(self._listens_later)

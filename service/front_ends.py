@@ -224,7 +224,7 @@ class FrontEnds:
         self.desks: dict[int, Desk] = {}  # those whose link is up
         self._unburied: list[Desk] = []  # whose process has not been seen to end
         self._hello = hello
-        self._count = count
+        self.count = count
         self._answers = answers
         self._counts = counts
         self._engine: EngineSide | None = None
@@ -254,7 +254,7 @@ class FrontEnds:
 
     async def open(self) -> None:
         """Start all; return when they listen. Raises FrontEndFailed if one ends before."""
-        await asyncio.gather(*(self._start() for _ in range(self._count)))
+        await asyncio.gather(*(self._start() for _ in range(self.count)))
         self._keep(self._watch())
         await self._all("listens")
 

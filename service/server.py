@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -46,6 +46,9 @@ from service.questions import Answers, CountGenerating, MetricsText, RenderMetri
 from service.request_answers import answer_about_requests
 from service.served_model import ModelFacts
 from service.settings import Origin, Settings
+
+if TYPE_CHECKING:
+    from model.executor import Executor
 
 MOST_FRONT_ENDS, CORES_A_FRONT_END = 4, 4
 """What --front-ends auto comes to on a GPU: one process streams 50,000 tokens a second and more."""
@@ -283,7 +286,8 @@ class Server:
         if self.doors is not None:
             self.doors.front_end.model = facts.served(loaded.tokenizer, assembly.client, grammars)
         if self.front_ends is not None:
-            message = Serve(facts, loaded.tokenizer_files, assembly.client.limits)
+            polls = may_poll(assembly.executor, self.front_ends.count)
+            message = Serve(facts, loaded.tokenizer_files, assembly.client.limits, polls)
             try:
                 await self.front_ends.serve(assembly.engine, message)
             except FrontEndFailed as error:
@@ -394,3 +398,10 @@ def front_end_count(settings: Settings) -> int:
         return settings.front_ends
     on_gpu = settings.device == "cuda" or (settings.device == "auto" and has_nvidia_driver())
     return min(MOST_FRONT_ENDS, max(1, usable_cores() // CORES_A_FRONT_END)) if on_gpu else 0
+
+
+def may_poll(executor: "Executor", front_ends: int) -> bool:
+    """Whether front ends poll (busy_poll.py): beside a device that is polled for, too, and where each can have a core
+    to itself, with some to spare.
+    """
+    return executor.polls > 0 and usable_cores() >= CORES_A_FRONT_END * front_ends

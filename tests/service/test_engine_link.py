@@ -87,7 +87,7 @@ TO_FRONT_END = [
         "json",
         60.0,
     ),
-    Serve(FACTS, TokenizerFiles("/models/tiny", {"tokenizer.json": b"{}"}, None, 50), LIMITS),
+    Serve(FACTS, TokenizerFiles("/models/tiny", {"tokenizer.json": b"{}"}, None, 50), LIMITS, polls=True),
     Status("draining", is_alive=False, queue=QueueState(3, 30, 2), taken=9, taken_tokens=90),
     TokenBatch(1, [1, 2], [3, 4], [Ended(2, "stop", end_token=4)], {0: Scores(-0.5, 1, [3], [-0.5])}),
     EngineDied("gone"),

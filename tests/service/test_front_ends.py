@@ -27,6 +27,8 @@ from tiny_model import POSITIONS, write_tiny_model
 
 from service import front_ends as front_ends_module
 from service import server as server_module
+from service.engine_link import Serve
+from service.front_ends import EngineSide, FrontEnds
 from service.loading import Failure, Loaded
 from service.metrics import Metrics
 from service.server import Server
@@ -649,3 +651,25 @@ def test_how_many_front_ends_there_are(
     monkeypatch.setattr(server_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(server_module, "has_nvidia_driver", lambda: has_gpu)
     assert server_module.front_end_count(Settings(**flags)) == count
+
+
+@pytest.mark.parametrize(("polls", "cores", "may"), [(2000, 8, True), (2000, 7, False), (0, 64, False)])
+async def test_front_ends_poll_beside_a_device_that_is_polled_for_where_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, model: Path, polls: int, cores: int, may: bool
+) -> None:
+    """Two front ends. On the CPU steps are waited for in a thread: its cores compute."""
+    told: list[bool] = []
+
+    async def serve(front_ends: FrontEnds, engine: EngineSide, message: Serve) -> None:
+        told.append(message.polls)
+
+    monkeypatch.setattr(SimulatedExecutor, "polls", polls)
+    monkeypatch.setattr(server_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(FrontEnds, "_start", start_nothing)
+    monkeypatch.setattr(FrontEnds, "serve", serve)
+    async with house(monkeypatch, model):
+        assert told == [may]
+
+
+async def start_nothing(front_ends: FrontEnds) -> None:
+    """In place of a process."""
