@@ -97,7 +97,6 @@ async def answer(
     front_end = request.app[FRONT_END]
     if body.request_id is not None:
         request[ID] = body.request_id
-    form = form_of(form_kind, request, body, model, name)
     front_end.check_room()
     caller = request[CALLER]
     constraint = await checked_constraint(body, prompts, model)
@@ -111,6 +110,7 @@ async def answer(
         interval=front_end.settings.stream_interval if body.stream else 1,
         constraint=constraint,
     )
+    form = form_of(form_kind, request, body, model, name)  # while the engine computes
     return await deliver(request, body, generation, form)
 
 
@@ -208,6 +208,7 @@ async def _send_events(events: EventStream, body: GenerationBody, generation: Ge
     (Inbox.read_with); this task does what has to wait: for a client that lags, for a thread, for the silence.
     """
     writer = _EventWriter(body, generation, form)
+    await events.prepare()
 
     def pass_on(ready: list[TokenStream]) -> bool:
         data = writer.text_event()

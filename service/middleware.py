@@ -4,8 +4,8 @@ Doors are closed unless the route says otherwise: a path or method that nothing 
 """
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from http import HTTPStatus
@@ -52,6 +52,11 @@ ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)
 NUMBERS = web.RequestKey("numbers", dict[str, Any])  # more fields of the log line
 IGNORED = web.RequestKey("ignored_fields", list[str])
+
+
+def new_id() -> str:
+    """The id of a request whose client gave it none: 32 hexadecimal digits, by chance."""
+    return os.urandom(16).hex()
 
 
 def form_of(request: web.BaseRequest) -> ErrorForm:
@@ -132,7 +137,7 @@ async def answer_every_request(request: web.Request, handler: Handler) -> web.St
     """The outermost layer: whatever happens inside becomes an answer, a count and, but for probes, a log line."""
     front_end = request.app[FRONT_END]
     given = request.headers.get("X-Request-Id", "")
-    request[ID] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[ID] = given if REQUEST_ID.fullmatch(given) else new_id()
     request[CALLER] = Caller()
     begun = time.monotonic()
     front_end.metrics.http_started()
@@ -212,7 +217,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 async def answer_expect(request: web.Request) -> web.StreamResponse | None:
     """Before a body is sent at all (Expect: 100-continue): refuse here what would be refused after it."""
-    request[ID] = uuid.uuid4().hex
+    request[ID] = new_id()
     try:
         if request.headers["Expect"].lower() != "100-continue":
             raise ExpectationFailed(f"Unknown expectation {quoted(request.headers['Expect'])}.")

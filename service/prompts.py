@@ -93,9 +93,10 @@ def _given_prompts(body: CompletionBody, limits: Limits) -> list[tuple[str, str 
 
 def _count_ids(body: CompletionBody) -> int:
     """How many token ids there are in all prompts, about."""
-    if not isinstance(body.prompt, list) or len(body.prompt) > MAX_PROMPTS:
-        return len(body.prompt or ())
-    return sum(len(one) if isinstance(one, list) else 1 for one in body.prompt)
+    prompt = body.prompt or ()
+    if not prompt or not isinstance(prompt[0], list) or len(prompt) > MAX_PROMPTS:
+        return len(prompt)
+    return sum(len(one) for one in prompt if isinstance(one, list))
 
 
 async def _add_echo(prompt: Prompt, body: CompletionBody, model: ServedModel, text: str | None) -> None:

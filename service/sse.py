@@ -7,8 +7,10 @@ silence, also before the first event, a comment goes out: proxies and clients gi
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 from aiohttp import web
+from aiohttp.http_writer import StreamWriter
 
 from service.errors import PagewalkError
 
@@ -85,14 +87,20 @@ class EventStream:
     def __enter__(self) -> "EventStream":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
+        if error is not None and not self.is_started:
+            cast(StreamWriter, self._request.writer).chunked = False  # what is answered instead has a length
+
+    async def prepare(self) -> None:
+        """Make the head, which goes out with the first event: that has waited long enough when it comes."""
+        await self.response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:
         """Send whole events in one write; waits while the client lags. Raises ConnectionResetError if it has left."""
         if not self.is_started:
             self.is_started = True
-            await self.response.prepare(self._request)
+            await self.prepare()
             self._transport = self._request.transport
             if self._transport is not None:
                 self._transport.set_write_buffer_limits(high=0)  # uvloop then writes at once, not in a second pass

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
+from service.sse import EventStream
+
 CHARACTERS = (
     "\U0001fae0 \U0001f979 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e8\U0001f1ed \u9f9c\ud7a3 e\u0301!"
 )
@@ -363,6 +365,26 @@ async def test_a_failure_before_the_first_event_is_an_http_error(server: Server)
         answer = await server.complete(stream=stream)
         assert answer.status == 500
         assert answer.error["type"] == "InternalServerError"
+
+
+async def test_the_head_is_made_while_the_first_token_is_computed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, prepare = asyncio.Event(), EventStream.prepare
+
+    async def note(events: EventStream) -> None:
+        await prepare(events)
+        made.set()
+
+    monkeypatch.setattr(EventStream, "prepare", note)
+    server = await start(engine={"is_manual": True})
+    streamed = asyncio.create_task(server.complete(stream=True))
+    async with asyncio.timeout(10):
+        await made.wait()
+    assert list(server.engine.lines.values())
+    while server.engine.lines:
+        server.engine.tick()
+    assert (await streamed).status == 200
 
 
 async def test_a_failure_of_one_choice_ends_the_request_and_all_of_it(server: Server) -> None:
