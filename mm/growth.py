@@ -58,9 +58,9 @@ class Growth:
 
     def grow(self, rows: Int32Array, counts: Int32Array) -> MemoryOrders:
         """See `MemoryManager.grow`."""
-        index = rows.astype(np.intp)
+        index, most = rows.astype(np.intp), self._tables.max_pages * self._tables.page_size
         faults = self._find(index, counts)
-        if len(rows) and faults.ends.max() > self._tables.max_pages * self._tables.page_size:
+        if np.count_nonzero(faults.ends > most):
             raise ValueError(f"{faults.ends.max()} positions do not fit into {self._tables.max_pages} pages")
         return self._resolve(index, faults)
 

@@ -79,6 +79,7 @@ class Tenants:
         self.usage: Int64Array = np.zeros(MAX_TENANTS, np.int64)  # frames charged
         self._usage = self.usage.data
         self.peak: Int64Array = np.zeros(MAX_TENANTS, np.int64)
+        self._peak = self.peak.data
         self.swap_usage: Int64Array = np.zeros(MAX_TENANTS, np.int64)  # slots charged
         self.is_limited = False  # whether any tenant has a min, low, high or max
         self.foreign: dict[int, dict[int, int]] = {}  # frame -> tenant other than the charged one -> its references
@@ -133,9 +134,10 @@ class Tenants:
         self.of_frame[frames] = tenants
         if count == 1:
             self._usage[0] += len(frames)
+            self._peak[0] = max(self._peak[0], self._usage[0])
         else:
             self.usage[:count] += np.bincount(tenants, minlength=count)
-        np.maximum(self.peak[:count], self.usage[:count], out=self.peak[:count])
+            np.maximum(self.peak[:count], self.usage[:count], out=self.peak[:count])
 
     def uncharge(self, frames: Int32Array | IndexArray) -> None:
         """The frames became free."""

@@ -35,6 +35,9 @@ class Groups:
 
         The same object while they are the same rows; when some leave, the groups of the others stay.
         """
+        if not len(decodes):
+            self._known = None
+            return None
         last, epochs = self._known, self._rows.epoch[decodes]
         if last is not None and np.array_equal(last.rows, decodes) and np.array_equal(last.epochs, epochs):
             return last.groups

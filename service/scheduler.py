@@ -56,7 +56,7 @@ from mm import (
     SwapOrders,
     Victim,
 )
-from mm.addresses import Int32Array
+from mm.addresses import Int32Array, index_of
 from mm.pressure import PressureMeter
 from model.step_plan import FED_BACK, RowSettings, StepPlan, StepResult
 from service.admission import LOOK_AHEAD, Admission, Chunks, rows_and_counts
@@ -352,21 +352,22 @@ class Scheduler:
             self._outcomes.take_candidates(submitted, result, sampled[good])
             good &= ~state.is_beam[all_rows]
         rows, tokens = all_rows[good], result.tokens[sampled[good]]
-        state.tokens[rows, state.known[rows]] = tokens
-        state.known[rows] += 1
-        gaps = now - state.last_token_s[rows]
-        state.last_token_s[rows] = now
+        index = index_of(rows)
+        state.tokens[rows, state.known[index]] = tokens
+        state.known[index] += 1
+        gaps = now - state.last_token_s[index]
+        state.last_token_s[index] = now
         self._outcomes.publish(submitted, result)
-        for row in rows[state.known[rows] == state.prompt[rows] + 1].tolist():
+        for row in rows[state.known[index] == state.prompt[index] + 1].tolist():
             self._rows.at(row).first_token_s = now
         committed = Committed(state.front_end[rows], state.sequence_id[rows], tokens, gaps)
         if submitted.scored and not result.lacks_memory:
             self._outcomes.score_prompts(committed, submitted, result)
         if len(submitted.asking) and not result.lacks_memory:
             self._outcomes.score_tokens(committed, submitted, result, sampled[good])
-        stopped = (state.end_ids[rows] == tokens[:, None]).any(axis=1)
+        stopped = (state.end_ids[index] == tokens[:, None]).any(axis=1)
         complete = self._outcomes.complete(submitted)[sampled[good]] if submitted.matchers else None
-        self._outcomes.end_rows(committed, rows, stopped, state.known[rows] == state.limit[rows], complete, now)
+        self._outcomes.end_rows(committed, rows, stopped, state.known[index] == state.limit[index], complete, now)
         if result.failed.any():  # also of a chunk that is not the last: nothing good can come after it
             lost = result.failed & (submitted.epochs == state.epoch[submitted.plan.rows])
             for place in np.flatnonzero(lost).tolist():
@@ -504,10 +505,11 @@ class Scheduler:
             token_ids.append(np.where(fed_back, FED_BACK, newest).astype(np.int32))
         for row, start, count in zip(chunk_rows, starts[len(decodes) :], counts[len(decodes) :], strict=True):
             token_ids.append(state.tokens[row, start : start + count])
-        remaining = state.remaining[rows]
+        index = index_of(rows)
+        remaining = state.remaining[index]
         samples = counts == remaining
-        has_beams = bool(self._beams.groups and state.is_beam[rows].any())
-        state.remaining[rows] = remaining - counts + (samples & ~state.is_beam[rows] if has_beams else samples)
+        has_beams = bool(self._beams.groups and state.is_beam[index].any())
+        state.remaining[index] = remaining - counts + (samples & ~state.is_beam[index] if has_beams else samples)
         entered, self.sequences.entered = self.sequences.entered, []
         settings = None
         if entered:
@@ -518,7 +520,7 @@ class Scheduler:
                 prompts=np.array([sequence.answer_begin for sequence in entered], np.int32),
                 histories=[self._history(sequence) for sequence in entered],
             )
-        masked = (samples & state.is_constrained[rows]).nonzero()[0].astype(np.int32)
+        masked = (samples & state.is_constrained[index]).nonzero()[0].astype(np.int32)
         self.sequences.shares.decode(decodes)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=query_starts[1:])
@@ -541,11 +543,11 @@ class Scheduler:
         if (before := self._steady) is not None:  # its steps have noted nothing
             stayed = before.rows[before.epochs == state.epoch[before.rows]]
             state.last_step[stayed] = self._step - 1
-        state.last_step[rows] = self._step
+        state.last_step[index] = self._step
         epochs = state.epoch[rows]
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
-        asking = (samples & (state.logprobs[rows] >= 0)).nonzero()[0]
+        asking = (samples & (state.logprobs[index] >= 0)).nonzero()[0]
         self._submitted.append(Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
         return plan
 
