@@ -15,6 +15,7 @@ class Recipients:
 
     def __init__(self, front_ends: Int32Array, sequence_ids: Int64Array) -> None:
         self.front_ends, self.sequence_ids = front_ends, sequence_ids
+        self.distinct = frozenset(front_ends.tolist())
         self._of: dict[int, tuple[IndexArray, list[int]]] = {}
 
     def of(self, front_end: int) -> tuple[IndexArray, list[int]]:
@@ -51,9 +52,20 @@ class Committed:
     def nothing(cls) -> "Committed":
         return cls(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0))
 
+    @property
+    def concerned(self) -> set[int]:
+        """The front ends that are to be told something."""
+        ended = {sequence.front_end for sequence, _ in self.ended}
+        return ended.union(self._recipients().distinct, (whose for whose, _ in self.prompt_scores))
+
     def of(self, front_end: int) -> tuple[IndexArray, list[int]]:
         """Recipients.of."""
-        return (self.recipients or Recipients(self.front_ends, self.sequence_ids)).of(front_end)
+        return self._recipients().of(front_end)
+
+    def _recipients(self) -> Recipients:
+        if self.recipients is None:
+            self.recipients = Recipients(self.front_ends, self.sequence_ids)
+        return self.recipients
 
     def __bool__(self) -> bool:
         return bool(len(self.tokens) or self.ended or self.prompt_scores)

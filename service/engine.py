@@ -443,16 +443,15 @@ class Engine:
 
     def _publish(self, step: int, committed: Committed, now: float) -> None:
         """One token batch to each front end that the step concerns."""
-        for front_end in tuple(self._front_ends) if committed else ():
+        for front_end in committed.concerned if committed else ():
             mine, ids = committed.of(front_end)
             ended = [end for sequence, end in committed.ended if sequence.front_end == front_end]
             prompt_scores = [scores for whose, scores in committed.prompt_scores if whose == front_end]
-            if ids or ended or prompt_scores:
-                tokens, scores = committed.tokens[mine].tolist(), {}
-                if committed.scores:
-                    found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
-                    scores = {i: each for i, each in found if each is not None}
-                self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
+            tokens, scores = committed.tokens[mine].tolist(), {}
+            if committed.scores:
+                found = ((i, committed.scores.get(place)) for i, place in enumerate(mine.tolist()))
+                scores = {i: each for i, each in found if each is not None}
+            self._deliver(front_end, TokenBatch(step, ids, tokens, ended, scores, prompt_scores))
         for sequence, end in committed.ended:
             if end.reason == "error" and sequence.constraint is not None and self.held.grammars is not None:
                 self.held.grammars.forget(sequence.constraint)

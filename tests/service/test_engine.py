@@ -12,6 +12,7 @@ from simulated_executor import SimulatedExecutor, expected_beams, expected_outpu
 
 from mm import MemoryManager
 from model.step_plan import SamplingParameters, StepPlan
+from service.committed import Committed
 from service.engine import Engine, StepReport
 from service.engine_client import (
     BeamSearch,
@@ -150,6 +151,21 @@ async def test_a_first_token_reaches_its_handler_before_a_further_step_is_planne
         async for _ in house.start([1, 2, 3], 8):
             assert len(house.executor.plans) == 2
             break
+
+
+async def test_a_step_is_looked_through_only_for_front_ends_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look comes before the next front end's first token."""
+    looked_for, of = set(), Committed.of
+
+    def note(committed: Committed, front_end: int) -> Any:
+        looked_for.add(front_end)
+        return of(committed, front_end)
+
+    monkeypatch.setattr(Committed, "of", note)
+    async with running() as house:
+        house.engine.connect(7, EngineClient(house.engine, 7))
+        await read(house.start([1, 2, 3], 8))
+    assert looked_for == {0}
 
 
 async def test_streams_get_their_own_tokens() -> None:
