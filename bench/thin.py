@@ -84,7 +84,7 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
         if batch is None:
             return None
         for weight in every:
-            batch.keep(weight)
+            batch.keep(weight, gate=gate)
         if x is not stream_x:
             batch.keep_input(x)
 

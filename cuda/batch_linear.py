@@ -15,24 +15,23 @@ from cuda.paged_decode import UNWRITTEN
 from cuda.paged_prefill import HOPPER
 from cuda.tensors import check_tensor, element_of
 
-HALF, TILE, STEP = 64, 128, 64  # weight rows of a half, of a tile; numbers of K that a box has
+TILE, STEP = 128, 64  # weight rows and numbers of K that a box has
 ROW_BYTES = 2 * STEP
 SHARED_BYTES = 225 * 1024  # of a block at most, beside its barriers
 MOST_STAGES = 12
 LEAST_STEPS = 4  # of a part of K
 
-TOKENS = (16, 32, 48, 64, 80)
+TOKENS = (16, 32, 48, 64, 80, 96, 128)
 """Sizes of batches that there are kernels for; a batch takes the next larger one. A token gets the same in all."""
 
 
-def stages_of(tokens: int, *, gate: bool) -> int:
+def stages_of(tokens: int) -> int:
     """How many stages a block's ring has."""
-    stage = (TILE + tokens) * ROW_BYTES
-    return min(MOST_STAGES, (SHARED_BYTES - 1024 - _handed_bytes(tokens, gate)) // stage)
+    return min(MOST_STAGES, (SHARED_BYTES - 1024) // _stage_bytes(tokens))
 
 
-def _handed_bytes(tokens: int, gate: bool) -> int:
-    return HALF * tokens * 4 if gate else 0
+def _stage_bytes(tokens: int) -> int:
+    return (TILE + tokens) * ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class _Matrix:
     rows: int
     columns: int
     maps: dict[int, int]  # rows of a box -> address
+    is_gate: bool = False
 
 
 class BatchLinear:
@@ -68,9 +68,12 @@ class BatchLinear:
         """Whether there are kernels for this device and dtype."""
         return loader.capability == HOPPER and dtype.itemsize == 2
 
-    def keep(self, weight: Tensor) -> None:
-        """Make the map of a weight matrix (outputs, inputs), which must stay where it is. Waits for the device."""
-        self._keep(weight, (HALF,))
+    def keep(self, weight: Tensor, *, gate: bool = False) -> None:
+        """Make the map of a weight matrix (outputs, inputs), which must stay where it is. Waits for the device.
+
+        gate: of a gate's and an up projection's, for products with `gate`.
+        """
+        self._keep(weight, (TILE,), gate=gate)
 
     def keep_input(self, x: Tensor) -> None:
         """Make the maps of a buffer (T, inputs) that products are computed from: its first rows."""
@@ -94,41 +97,41 @@ class BatchLinear:
         check_tensor("x", x, (None, buffer.columns), self._dtype)
         check_tensor("out", out, (tokens, outputs), self._dtype)
         rows = 2 * outputs if gate else outputs
-        if (matrix.rows, matrix.columns) != (rows, inputs) or tokens > TOKENS[-1] or outputs % 8:
+        if (matrix.rows, matrix.columns, matrix.is_gate) != (rows, inputs, gate) or tokens > TOKENS[-1] or outputs % 8:
             raise ShapeMismatch(
                 f"{tokens} x {inputs} by a matrix of {matrix.rows} x {matrix.columns} into {outputs} outputs"
             )
         if bias is not None:
             check_tensor("bias", bias, (rows,), self._dtype)
         size = next(size for size in TOKENS if tokens <= size)
-        tiles, steps = -(-outputs // (HALF if gate else TILE)), -(-inputs // STEP)
+        tiles, steps = -(-rows // TILE), -(-inputs // STEP)
         splits = 1 if gate else max(1, min(self._multiprocessors // tiles, steps // LEAST_STEPS))
         blocks = min(tiles * splits, self._multiprocessors)
         self._kernels[size, gate].launch(
-            stream, blocks, matrix.maps[HALF], buffer.maps[size], bias, out, self._parts,
-            tokens, outputs, inputs, outputs if gate else HALF, splits,
+            stream, blocks, matrix.maps[TILE], buffer.maps[size], bias, out, self._parts,
+            tokens, outputs, inputs, splits,
         )  # fmt: skip
 
     def is_at_rest(self) -> bool:
         """Whether nothing lies in the workspace: so it must be between launches. For tests."""
         return bool((self._parts == UNWRITTEN).all())
 
-    def _keep(self, matrix: Tensor, boxes: tuple[int, ...]) -> None:
+    def _keep(self, matrix: Tensor, boxes: tuple[int, ...], *, gate: bool = False) -> None:
         check_tensor("matrix", matrix, (None, None), self._dtype)
         rows, columns = matrix.shape
-        if columns % 8 or matrix.data_ptr() % 16:
+        if columns % 8 or matrix.data_ptr() % 16 or (gate and rows % 16):
             raise ShapeMismatch(f"a matrix of {rows} x {columns}: rows must begin at multiples of 16 bytes")
         maps: dict[int, int] = {}
         for box in boxes:
             place = self._maps[self._used]
-            place.copy_(torch.frombuffer(bytearray(self._loader.tensor_map(matrix, box, STEP)), dtype=torch.uint8))
+            packed = self._loader.tensor_map(matrix, box, STEP, interleaved=gate)
+            place.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
             maps[box] = place.data_ptr()
             self._used += 1
-        self._matrices[matrix.data_ptr()] = _Matrix(rows, columns, maps)
+        self._matrices[matrix.data_ptr()] = _Matrix(rows, columns, maps, gate)
 
 
 def _spec(dtype: torch.dtype, tokens: int, gate: bool) -> KernelSpec:
-    stages = stages_of(tokens, gate=gate)
-    shared = stages * (TILE + tokens) * ROW_BYTES + _handed_bytes(tokens, gate) + 1024
+    stages = stages_of(tokens)
     instance = f"batch_linear<{element_of(dtype)}, {tokens}, {stages}, {str(gate).lower()}>"
-    return KernelSpec(instance, "PPPPPiiiii", 288, shared, overlap=True)
+    return KernelSpec(instance, "PPPPPiiii", 288, stages * _stage_bytes(tokens) + 1024, overlap=True)

@@ -84,13 +84,15 @@ class KernelLoader(Protocol):
         """The kernels of kernels/`file`, in the order of `specs`."""
         ...
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
         """What `box_copy` finds a matrix (R, C) of 16-bit numbers by: TENSOR_MAP_BYTES that must lie on the device, at
         a multiple of 64.
 
         The matrix is contiguous; its address, and the bytes of a row, are multiples of 16. Boxes have at most 256 rows
-        and 64 columns, 128 bytes by which they are swizzled; what of them lies outside the matrix is zeros. Raises
-        DriverError for what the driver refuses.
+        and 64 columns, 128 bytes by which they are swizzled; what of them lies outside the matrix is zeros.
+        interleaved, for `box_copy_interleaved`: a box has 8 rows of the matrix's first half, then the 8 of the second
+        that belong to them, and so on; R and `box_rows` are multiples of 16. Raises DriverError for what the driver
+        refuses.
         """
         ...
 
@@ -277,20 +279,26 @@ class DeviceLoader:
         self._awaited += awaited
         return list(awaited)
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
         rows, columns = matrix.shape
+        pitch = columns * matrix.element_size()
+        sizes, pitches, box = [columns, rows], [pitch], [box_columns, box_rows]
+        if interleaved:  # eight rows, of both halves, of each eight
+            sizes = [columns, 8, 2, rows // 16]
+            pitches, box = [pitch, rows // 2 * pitch, 8 * pitch], [box_columns, 8, 2, box_rows // 16]
         memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
         address = -(-ctypes.addressof(memory) // 64) * 64  # where the driver wants it
+        dimensions = len(sizes)
         code = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(address),
             _DATA_TYPES[matrix.dtype],
-            2,
+            dimensions,
             ctypes.c_void_p(matrix.data_ptr()),
-            (ctypes.c_uint64 * 2)(columns, rows),
-            (ctypes.c_uint64 * 1)(columns * matrix.element_size()),
-            (ctypes.c_uint32 * 2)(box_columns, box_rows),
-            (ctypes.c_uint32 * 2)(1, 1),
-            0,  # not interleaved
+            (ctypes.c_uint64 * dimensions)(*sizes),
+            (ctypes.c_uint64 * (dimensions - 1))(*pitches),
+            (ctypes.c_uint32 * dimensions)(*box),
+            (ctypes.c_uint32 * dimensions)(*[1] * dimensions),
+            0,  # not interleaved in the driver's sense
             _SWIZZLE_128B,
             _PROMOTION_256B,
             0,  # zeros outside

@@ -242,7 +242,8 @@ class CudaExecutor:
         if plan.decodes == sequences:
             kind = Kind.SHARED if self._program.has_groups(plan) else Kind.DECODE
             return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
-        return self._graphs.find(Kind.MIXED, len(plan.token_ids), sequences, weighs=True)
+        kind = Kind.MIXED if plan.decodes else Kind.PROMPT
+        return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=True)
 
     def _warm_up(self, max_running: int, parameters: Parameters) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace, and kernels."""
@@ -269,12 +270,12 @@ class CudaExecutor:
             self._raw_stream,
             sequences=size.sequences,
             tokens=size.tokens,
-            decodes=size.sequences,
+            decodes=0 if size.kind is Kind.PROMPT else size.sequences,
             prefill_blocks=0,
             has_groups=size.kind is Kind.SHARED,
             weighs=size.weighs,
         )
-        if size.kind in (Kind.MIXED, Kind.MIXED_LOGITS):
+        if size.kind in (Kind.MIXED, Kind.PROMPT, Kind.MIXED_LOGITS):
             blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
             step = replace(step, prefill_blocks=blocks)
         free, _ = torch.cuda.mem_get_info(self._device_index)

@@ -133,7 +133,7 @@ class CudaKernels(Kernels[CudaStep]):
         if self._batch is not None:
             for layer in parameters.layers:
                 for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                    self._batch.keep(linear.weight)
+                    self._batch.keep(linear.weight, gate=linear is layer.gate_up)
 
     def load_products(self, parameters: Parameters) -> None:
         """Multiply any rows by one layer's matrices and the head, as many as steps have. cuBLAS loads a kernel when it

@@ -35,7 +35,9 @@ without groups use the others, which lack the pass: in a graph an idle launch a 
 
 MIXED_TOKENS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 MIXED_SEQUENCES = (8, 64, 256)
-"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes."""
+"""Sizes of the graphs for steps with prefill: short prompts, and chunks beside decodes. Those of PROMPT hold as few
+Sequences as the least of MIXED: where many come, nobody notices a decode kernel with nothing to do (2.8 us a layer).
+"""
 
 LARGE_TOKENS = (640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144)
 """And of larger ones, below a step's most tokens: of these and of that only steps that all but fill one take it.
@@ -64,6 +66,7 @@ class Kind(Enum):
     DECODE = auto()
     SHARED = auto()  # decodes, of which some begin with the same frames
     MIXED = auto()  # prefill, and decodes
+    PROMPT = auto()  # prefill alone; a step without its graph takes that of MIXED
     LOGITS = auto()  # decodes, up to their logits: their sampling waits for masks
     MIXED_LOGITS = auto()  # the same with prefill
 
@@ -109,6 +112,8 @@ def ladder(*, max_running: int, max_tokens: int, reads_shared: bool) -> Iterator
     for tokens in step_sizes(max_tokens)[1:]:
         for sequences in _up_to(MIXED_SEQUENCES, min(tokens, max_running)):
             yield GraphSize(Kind.MIXED, tokens, sequences, least_tokens=math.ceil(LEAST_FULL * tokens)), False
+    for tokens in token_sizes:
+        yield GraphSize(Kind.PROMPT, tokens, min(MIXED_SEQUENCES[0], tokens, max_running)), False
     for kind, batches in kinds:
         for size in _up_to(batches, max_running):
             yield GraphSize(kind, size, size, weighs=False), False
@@ -191,12 +196,15 @@ class StepGraphs:
 
     def _look_up(self, kind: Kind, tokens: int, sequences: int, *, weighs: bool) -> Graph | None:
         best: tuple[GraphSize, Graph] | None = None
-        for each in (True,) if weighs else (False, True):
+        lists = [(kind, True)] if weighs else [(kind, False), (kind, True)]
+        if kind is Kind.PROMPT:
+            lists.append((Kind.MIXED, True))
+        for each in lists:
             if self._missing:
-                wanted = next((size for size in self._sizes[kind, each] if size.holds(tokens, sequences)), None)
-                if wanted in self._missing and (each is weighs or not self._sizes[kind, weighs]):
+                wanted = next((size for size in self._sizes[each] if size.holds(tokens, sequences)), None)
+                if wanted in self._missing and (each == lists[0] or not self._sizes[lists[0]]):
                     self._missed = wanted
-            graphs = self._graphs[kind, each].items()
+            graphs = self._graphs[each].items()
             found = next(((size, graph) for size, graph in graphs if size.holds(tokens, sequences)), None)
             if found is not None and (best is None or found[0].tokens < best[0].tokens):
                 best = found

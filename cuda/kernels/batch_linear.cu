@@ -5,10 +5,11 @@
 //   GATE: weight is [2 N, K], gate before up, and out [M, N] = silu(gate) * up
 //
 // Weights are the tensor cores' A side, tokens their columns, so that no arithmetic is for rows that are not there. A
-// tile is two halves of 64 weight rows, `distance` apart: neighbours in a plain matrix, gate and up in the other.
+// tile is 128 weight rows. A gate's has 8 rows of the gate, then the 8 of up that belong to them, and so on: a thread has
+// both sums of an output.
 //
-//     warp 8     64 numbers of K at a time: two boxes of weights and one of x a stage, STAGES ahead, on from tile to
-//                tile ──▶ warpgroups 0, 1: one half of the tile each, straight from shared memory
+//     warp 8     64 numbers of K at a time: a box of weights and one of x a stage, STAGES ahead, on from tile to
+//                tile ──▶ warpgroups 0, 1: 64 rows of the tile each, straight from shared memory
 //
 // Work is a line of (tile, step of K). If there are blocks enough for several a tile, K is divided among `splits` of
 // them; each hands its sums over, and adds up, in their order, those of some tokens. Otherwise the line is cut evenly, so
@@ -16,7 +17,7 @@
 // of its end from the next one; they were computed first there. So a row's result depends on no other row, and on TOKENS
 // neither.
 //
-//   weight_map, x_map    tensor maps, boxes of 64 columns: 64 rows of the weights, TOKENS of x (cuda/batch_linear.py)
+//   weight_map, x_map    tensor maps, boxes of 64 columns: a tile of the weights, TOKENS rows of x (cuda/batch_linear.py)
 //   parts [grid, TOKENS / 8, 256, 4] float32    workspace: what each thread hands over. UNWRITTEN before and after, so
 //                        no flag or fence is needed: whoever has read a word takes it away
 // Blocks of a tile with splits wait for each other: the grid must fit the device at once, with nothing beside it that
@@ -27,9 +28,9 @@
 // weights.
 #include "common.cuh"
 
-constexpr int HALF = 64, TILE = 2 * HALF;  // weight rows
-constexpr int STEP = 64, ROW = 2 * STEP;   // of K; bytes
-constexpr int COMPUTING = 256;             // threads
+constexpr int TILE = 128;                // weight rows
+constexpr int STEP = 64, ROW = 2 * STEP;  // of K; bytes
+constexpr int COMPUTING = 256;            // threads
 
 __device__ __forceinline__ bool is_unwritten(const float4& v) {
   return is_unwritten(v.x) || is_unwritten(v.y) || is_unwritten(v.z) || is_unwritten(v.w);
@@ -65,17 +66,16 @@ __device__ __forceinline__ int begin_of(int block, int blocks, int tiles, int st
 
 template <class E, int TOKENS, int STAGES, bool GATE>
 __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
-    const void* weight_map, const void* x_map, const E* bias, E* out, float4* parts, int M, int N, int K, int distance,
-    int splits) {
-  constexpr int BOX = HALF * ROW, STAGE = 2 * BOX + TOKENS * ROW, GROUPS = TOKENS / 8;
-  constexpr int OUTPUTS = GATE ? HALF : TILE;  // of a tile
-  static_assert(GROUPS % 2 == 0, "groups are stored in twos");
-  DYNAMIC_SHARED(shared);  // [STAGES] stages, multiples of 1024; GATE: [GROUPS][128] float4, what up hands to gate
-  __shared__ __align__(8) u64 barriers[2 * STAGES + 2];
+    const void* weight_map, const void* x_map, const E* bias, E* out, float4* parts, int M, int N, int K, int splits) {
+  constexpr int GROUPS = TOKENS / 8;
+  constexpr int STAGE = (TILE + TOKENS) * ROW;
+  constexpr int OUTPUTS = GATE ? TILE / 2 : TILE;  // of a tile
+  DYNAMIC_SHARED(shared);                        // [STAGES] stages, multiples of 1024
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
   allow_next_kernel();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 stages = (shared_address(shared) + 1023u) & ~1023u;
-  const u32 full = shared_address(barriers), empty = full + STAGES * 8, sent = empty + STAGES * 8, taken = sent + 8;
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8;
   const int steps = (K + STEP - 1) / STEP, tiles = (N + OUTPUTS - 1) / OUTPUTS;
   // Who waits for another's sums waits for a block that has begun before. By the first lane, so that the compiler sees
   // that these are a warp's
@@ -86,27 +86,26 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
   if (warp == COMPUTING / 32) {
     const u64 policy = read_once_policy();
     struct Place {  // counted on, since a division takes as long as a fetch
-      int row, column;
+      int output, column;
     };
     auto advance = [&](Place& p) {
       p.column += STEP;
-      if (p.column >= steps * STEP) p.column = 0, p.row += OUTPUTS;
+      if (p.column >= steps * STEP) p.column = 0, p.output += OUTPUTS;
     };
     auto fetch_weights = [&](const Place& p, u32 stage) {
       const u32 target = stages + stage * STAGE, barrier = full + stage * 8;
       barrier_arrive_expecting(barrier, STAGE);
-      box_copy(target, weight_map, p.column, p.row, barrier, policy);
-      box_copy(target + BOX, weight_map, p.column, p.row + distance, barrier, policy);
+      if (GATE) box_copy_interleaved(target, weight_map, p.column, p.output, barrier, policy);
+      else box_copy(target, weight_map, p.column, p.output, barrier, policy);
     };
     auto fetch_x = [&](const Place& p, u32 stage) {
-      box_copy(stages + stage * STAGE + 2 * BOX, x_map, p.column, 0, full + stage * 8);
+      box_copy(stages + stage * STAGE + TILE * ROW, x_map, p.column, 0, full + stage * 8);
     };
     const Place start = {from / steps * OUTPUTS, from % steps * STEP};
     Place next = start;
     const int ahead = min(to - from, STAGES);
     if (lane == 0) {
       for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, COMPUTING / 32);
-      barrier_init(sent, COMPUTING / 2), barrier_init(taken, COMPUTING / 2);
       barrier_init_fence();
       read_map_anew(weight_map), read_map_anew(x_map);
       for (int s = 0; s < ahead; ++s, advance(next)) fetch_weights(next, s);
@@ -128,19 +127,19 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
   }
 
   __syncthreads();
-  const int half = __shfl_sync(ALL_LANES, warp >> 2, 0), row = (warp & 3) * 16 + (lane >> 2);
-  const u64 weights = matrix_descriptor(stages + half * BOX, 0, 8 * ROW);
-  const u64 x = matrix_descriptor(stages + 2 * BOX, 0, 8 * ROW);
-  float4* const handed = (float4*)(shared + (stages - shared_address(shared)) + STAGES * STAGE) + (threadIdx.x & 127);
+  // Of the tile's weight rows a thread has the sums of two: `row` and 8 more
+  const int group = __shfl_sync(ALL_LANES, warp >> 2, 0), row = warp * 16 + (lane >> 2);
+  const u64 weights = matrix_descriptor(stages + group * 64 * ROW, 0, 8 * ROW);
+  const u64 x = matrix_descriptor(stages + TILE * ROW, 0, 8 * ROW);
   constexpr i64 PART = GROUPS * COMPUTING;
   float4* const part = parts + blockIdx.x * PART + threadIdx.x;
-  u32 stage = 0, parity = 0, turn = 0;
+  u32 stage = 0, parity = 0;
   auto free_stage = [&](u32 s) {
     if (lane == 0) barrier_arrive(empty + s * 8);
   };
   for (int at = from, count; at < to; at += count) {
     float d[TOKENS / 2] = {};  // as mma's c: of 8 tokens 4 numbers, of rows `row`, `row`, `row` + 8, `row` + 8
-    const int begin = at % steps, tile_row = at / steps * OUTPUTS;
+    const int begin = at % steps, first = at / steps * OUTPUTS;
     count = min(steps - begin, to - at);
     u32 before = 0;
 #pragma unroll 1
@@ -166,20 +165,21 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
     if (bias) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int output = tile_row + (GATE ? 0 : half * HALF) + row + 8 * i;
-        if (output < N) added[i] = load_number(bias + output + (GATE ? half * distance : 0));
+        const int output = first + (GATE ? warp * 8 + (lane >> 2) : row + 8 * i);
+        if (output < N) added[i] = load_number(bias + output + (GATE ? i * N : 0));
       }
     }
     auto of = [&](int j) { return make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]); };
     auto add = [](float4& sum, const float4& v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; };
-    // Two groups of 8 tokens, from group j on, in pieces of 16 bytes
-    const int column = tile_row + (GATE ? 0 : half * HALF) + (warp & 3) * 16 + (lane & 1) * 8;
-    auto store = [&](int j, const float4& low, const float4& high) {
+    // What mma gives of 8 tokens and 8 outputs, four times, in pieces of 16 bytes
+    auto store = [&](u32 x0, u32 x1, u32 x2, u32 x3, int token, int output) {
       const uint4 chunk = transpose_quad(
-          transpose_matrix(pack2<E>(low.x, low.y)), transpose_matrix(pack2<E>(low.z, low.w)),
-          transpose_matrix(pack2<E>(high.x, high.y)), transpose_matrix(pack2<E>(high.z, high.w)), lane);
-      const int token = (j + (lane >> 1 & 1)) * 8 + (lane >> 2);
-      if (token < M && column < N) *(uint4*)(out + (i64)token * N + column) = chunk;
+          transpose_matrix(x0), transpose_matrix(x1), transpose_matrix(x2), transpose_matrix(x3), lane);
+      if (token < M && output < N) *(uint4*)(out + (i64)token * N + output) = chunk;
+    };
+    auto store_two = [&](int j, const float4& low, const float4& high) {  // groups of tokens, from j on
+      store(pack2<E>(low.x, low.y), pack2<E>(low.z, low.w), pack2<E>(high.x, high.y), pack2<E>(high.z, high.w),
+            (j + (lane >> 1 & 1)) * 8 + (lane >> 2), first + warp * 16 + (lane & 1) * 8);
     };
 
     if (splits > 1 || begin > 0) {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
             if (is_wanted(i)) add(sum[i % 2], v[i]);
           }
         }
-        store(j, sum[0], sum[1]);
+        store_two(j, sum[0], sum[1]);
       }
       continue;
     }
@@ -227,31 +227,22 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
 #pragma unroll
       for (int j = 0; j < TOKENS / 2; ++j) d[j] += added[j >> 1 & 1];
     }
-    if (GATE && half == 1) {  // up: hands its numbers to the thread that has the gate's
-      barrier_wait(taken, turn ^ 1);
+    if (!GATE) {
 #pragma unroll
-      for (int j = 0; j < GROUPS; ++j) {
-        if (j * 8 < M) handed[j * 128] = of(j);
+      for (int j = 0; j < GROUPS; j += 2) {
+        if (j * 8 < M) store_two(j, of(j), of(j + 1));
       }
-      barrier_arrive(sent);
-      turn ^= 1;
       continue;
     }
-    if (GATE) {
-      barrier_wait(sent, turn);
+    auto gated = [&](int j) {
+      if (j >= GROUPS) return 0u;
+      const float4 v = of(j);
+      return pack2<E>(v.z * silu(v.x), v.w * silu(v.y));
+    };
 #pragma unroll
-      for (int j = 0; j < GROUPS; ++j) {
-        if (j * 8 >= M) continue;
-        const float4 up = handed[j * 128];
-        d[4 * j] = up.x * silu(d[4 * j]), d[4 * j + 1] = up.y * silu(d[4 * j + 1]);
-        d[4 * j + 2] = up.z * silu(d[4 * j + 2]), d[4 * j + 3] = up.w * silu(d[4 * j + 3]);
-      }
-      barrier_arrive(taken);
-      turn ^= 1;
-    }
-#pragma unroll
-    for (int j = 0; j < GROUPS; j += 2) {
-      if (j * 8 < M) store(j, of(j), of(j + 1));
+    for (int j = 0; j < GROUPS; j += 4) {
+      if (j * 8 >= M) continue;
+      store(gated(j), gated(j + 1), gated(j + 2), gated(j + 3), (j + (lane & 3)) * 8 + (lane >> 2), first + warp * 8);
     }
   }
 }

@@ -35,7 +35,8 @@
 //                          member, members, block of 128 rows, first part, parts of a member (cuda/shared_prefix.py).
 //                          Pages are full: no token of this step is in them
 //   members [any]          places in the batch; member m of an item has its part at first part + m * parts
-// May begin before the kernel that writes q has ended: pages, tables and work must come from kernels that ended before.
+// May begin before the kernel that writes q (and, of paged_prefill_hopper, keys and values) has ended: tables and work, and
+// shared_prefix's pages, must come from kernels that ended before that began.
 // Rows past the last token repeat its queries, pages past the end the last page: finite, not stored.
 #include "prefill_items.cuh"
 
@@ -120,6 +121,7 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
         const char* const source = layer_pool + (item.kv_head * 2 + which) * PAGE;
         auto frame_in = [&](int tile) { return frame_of(table[min(tile * TILE_PAGES + (lane & 7), item.pages - 1)]); };
         int frame = frame_in(item.last_tile + item.tiles - 1);
+        if (!SHARED) wait_for_previous_kernel();  // which wrote this step's keys and values
         for (int tile = item.last_tile + item.tiles - 1; tile >= item.last_tile; --tile, ++fetched) {
           // Pages that nobody sees may be those of any tile before, but not what was there before the first
           const int pages = fetched < place.count ? TILE_PAGES : min(item.pages - tile * TILE_PAGES, TILE_PAGES);
@@ -161,7 +163,6 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
         if (tiles == 0) break;
       }
     } else {  // queries
-      if (SHARED) wait_for_previous_kernel();  // by now keys and values are on their way
       for (;;) {
         const u32 slot = seen % QUERY_SLOTS, parity = seen / QUERY_SLOTS & 1;
         const Item item = read_item();
@@ -177,6 +178,7 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
             if constexpr (SHARED) query = source_of_work.members[query];
             sources[i] = query * (int)(q_stride / 8) + (item.kv_head * group + head) * CHUNKS;
           }
+          wait_for_previous_kernel();
           barrier_wait(barrier(QUERIES_FREE, slot * 2 + mine), parity ^ 1);
           const u32 target = queries + (slot * 2 + mine) * GROUP_ROWS * QUERY;
           const int chunk = lane % CHUNKS;
@@ -503,7 +505,6 @@ __global__ void __launch_bounds__(THREADS, 1) paged_prefill_hopper(
     const int* __restrict__ work_count, const PrefillPieces* pieces, float* parts, u32* counters, float scale, int group, int kv_heads, int max_pages,
     i64 q_stride, i64 out_stride, i64 frame_stride) {
   allow_next_kernel();  // short prompts leave most multiprocessors to it
-  wait_for_previous_kernel();
   const CausalWork items = {rows, lengths, query_starts, work, work_count, pieces, counters};
   attend_items<E, D, false>(q, out, parts, counters + 2, layer_pool, page_tables, items, scale, group, kv_heads, max_pages, q_stride,
                             out_stride, frame_stride);

@@ -15,7 +15,11 @@ struct __align__(16) Item {  // or a piece of one. tiles 0: there is no more wor
 // Where items come from, of all kv heads together. One thread takes them, and has what lies in `left`
 struct Left {
   int item = 0, done = 0, tiles = 0, piece = 0;  // of the piece it is at: the next item and the tiles of it before
+  bool has_begun = false;
 };
+//
+// The first of a block is that of its number, so that it is there before the kernel in front has ended; what follows goes
+// to who comes first. A block waits for parts of items with smaller numbers, so for blocks that began before
 struct CausalWork {
   const int* rows;
   const int* lengths;
@@ -29,9 +33,15 @@ struct CausalWork {
     Item item = {};
     bool is_piece = left.tiles > 0;
     if (!is_piece) {
-      const u32 next = atomicAdd(counters, 1u);
+      u32 next = blockIdx.x;
+      if (left.has_begun) {
+        wait_for_previous_kernel();
+        next = gridDim.x + atomicAdd(counters, 1u);
+      }
+      left.has_begun = true;
       const u32 whole = pieces->whole, count = pieces->count;
       if (next >= whole + count) {
+        wait_for_previous_kernel();
         if (atomicAdd(counters + 1, 1u) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
         return item;
       }

@@ -239,6 +239,13 @@ __device__ __forceinline__ void box_copy(u32 target, const void* map, int column
                "[%0], [%1, {%2, %3}], [%4], %5;"
                ::"r"(target), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
+// A box of 8 rows of a matrix's first half, 8 of its second, and so on; row: of the half, a multiple of 8
+__device__ __forceinline__ void box_copy_interleaved(
+    u32 target, const void* map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%2, 0, 0, %3}], [%4], %5;"
+               ::"r"(target), "l"(map), "r"(column), "r"(row / 8), "r"(barrier), "l"(policy) : "memory");
+}
 // Arrives when all that this thread copied by async_copy_16 is there
 __device__ __forceinline__ void async_copy_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -279,9 +286,9 @@ template <int N> __device__ __forceinline__ void keep_behind(float (&d)[N]) {
 #define REGISTERS_24 REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define REGISTERS_32 REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGISTERS_40 REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define REGISTERS_64 REGISTERS_40 ", " \
-  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_48 REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_64 REGISTERS_48 ", " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define RESULTS_8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -329,6 +336,8 @@ template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[16], 
 template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[24], u64 a, u64 b);
 template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[32], u64 a, u64 b);
 template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[40], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[48], u64 a, u64 b);
+template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[64], u64 a, u64 b);
 
 #define DEFINE_WGMMA_SHARED(E, NAME, COLUMNS, COUNT, A, B, ...) \
   template <> __device__ __forceinline__ void wgmma_shared<E>(float (&d)[COUNT], u64 a, u64 b) { \
@@ -341,7 +350,9 @@ template <class E> __device__ __forceinline__ void wgmma_shared(float (&d)[40], 
   DEFINE_WGMMA_SHARED(E, NAME, 32, 16, 16, 17, RESULTS_16(0)) \
   DEFINE_WGMMA_SHARED(E, NAME, 48, 24, 24, 25, RESULTS_16(0), RESULTS_8(16)) \
   DEFINE_WGMMA_SHARED(E, NAME, 64, 32, 32, 33, RESULTS_32(0)) \
-  DEFINE_WGMMA_SHARED(E, NAME, 80, 40, 40, 41, RESULTS_32(0), RESULTS_8(32))
+  DEFINE_WGMMA_SHARED(E, NAME, 80, 40, 40, 41, RESULTS_32(0), RESULTS_8(32)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 96, 48, 48, 49, RESULTS_32(0), RESULTS_16(32)) \
+  DEFINE_WGMMA_SHARED(E, NAME, 128, 64, 64, 65, RESULTS_32(0), RESULTS_32(32))
 DEFINE_ALL_SHARED(bf16, "bf16")
 DEFINE_ALL_SHARED(fp16, "f16")
 #endif

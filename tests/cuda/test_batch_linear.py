@@ -37,6 +37,7 @@ CASES = [  # dtype, tokens, outputs, inputs. Tiles have 128 outputs, steps 64 in
     (BF16, 9, 128, 1024),
     (BF16, 33, 1000, 584),
     (FP16, 9, 136, 72),
+    (BF16, 128, 264, 328),
 ]
 LARGE_CASES = [  # tokens, outputs, inputs: K divided by 2 and 4; ragged ones; more tiles than blocks
     (1, 4096, 4096),
@@ -47,6 +48,8 @@ LARGE_CASES = [  # tokens, outputs, inputs: K divided by 2 and 4; ragged ones; m
     (64, 28672, 4096),
     (80, 4096, 4096),
     (73, 6144, 4096),
+    (128, 4096, 14336),
+    (100, 6144, 4096),
 ]
 GATES = [  # of which each tile has 64 outputs
     (BF16, 1, 200, 136),  # 4 tiles of 3 steps
@@ -54,7 +57,15 @@ GATES = [  # of which each tile has 64 outputs
     (BF16, 60, 264, 200),  # 5 tiles of 4 steps
     (BF16, 64, 64, 64),
 ]
-LARGE_GATES = [(1, 14336, 4096), (16, 8, 4096), (40, 200, 136), (80, 9000, 584), (77, 14336, 4096)]
+LARGE_GATES = [
+    (1, 14336, 4096),
+    (16, 8, 4096),
+    (40, 200, 136),
+    (80, 9000, 584),
+    (77, 14336, 4096),
+    (128, 14336, 4096),
+    (96, 9000, 584),
+]
 CUT = [(600, 296, False), (120, 520, False), (200, 136, True)]  # outputs, inputs, gate: by 3 multiprocessors
 LARGE_CUT = [(4096, 4096, False), (14336, 4096, True)]
 
@@ -75,24 +86,34 @@ def wide(hopper: Device, build_folder: Path) -> Device:
 class Case:
     """Random operands. Rows behind the batch are NaN, and so is what nobody has written yet."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, tokens: int, outputs: int, inputs: int, *, bias: bool):
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        tokens: int,
+        outputs: int,
+        inputs: int,
+        *,
+        bias: bool,
+        gate: bool = False,
+    ):
         generator = torch.Generator(device.name).manual_seed(tokens)
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return (torch.randn(*shape, generator=generator, device=device.name) * scale).to(dtype)
 
         self.device, self.dtype = device, dtype
-        self.buffer = random(256, inputs)
+        self.buffer = random(512, inputs)
         self.buffer[tokens:] = torch.nan
         self.x = self.buffer[:tokens]
         self.weight = random(outputs, inputs, scale=inputs**-0.5)
         self.bias = random(outputs) if bias else None
         self.linear = BatchLinear(device.loader, dtype, device.name, weights=1, inputs=1)
-        self.linear.keep(self.weight)
+        self.linear.keep(self.weight, gate=gate)
         self.linear.keep_input(self.buffer)
 
     def run(self, tokens: int, outputs: int, *, gate: bool) -> torch.Tensor:
-        out = torch.full((tokens + 80, outputs), 7.0, dtype=self.dtype, device=self.device.name)
+        out = torch.full((tokens + 160, outputs), 7.0, dtype=self.dtype, device=self.device.name)
         out[:tokens] = torch.nan
         self.linear(self.device.stream, self.buffer[:tokens], self.weight, self.bias, out[:tokens], gate=gate)
         self.device.synchronize()
@@ -137,7 +158,7 @@ def test_sums_of_four_blocks(wide, tokens, outputs, inputs) -> None:
     ids=str,
 )
 def test_a_gate_is_as_exact_as_its_rounding(hopper, dtype, tokens, outputs, inputs, bias) -> None:
-    case = Case(hopper, dtype, tokens, 2 * outputs, inputs, bias=bias)
+    case = Case(hopper, dtype, tokens, 2 * outputs, inputs, bias=bias, gate=True)
     gate, up = case.expected().chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
     outs = [case.run(tokens, outputs, gate=True) for _ in range(3)]
@@ -160,7 +181,7 @@ ALL_SIZES = (1, 31, *TOKENS)
 )
 def test_what_a_token_gets_depends_on_no_other(hopper, outputs, inputs, gate, sizes) -> None:
     """Neither on how many there are, and which kernel that takes."""
-    case = Case(hopper, BF16, sizes[-1], outputs * (2 if gate else 1), inputs, bias=False)
+    case = Case(hopper, BF16, sizes[-1], outputs * (2 if gate else 1), inputs, bias=False, gate=gate)
     everyone = case.run(sizes[-1], outputs, gate=gate)
     for tokens in sizes:
         assert torch.equal(case.run(tokens, outputs, gate=gate), everyone[:tokens])
@@ -169,7 +190,7 @@ def test_what_a_token_gets_depends_on_no_other(hopper, outputs, inputs, gate, si
 @pytest.mark.parametrize(("outputs", "inputs", "gate"), [*CUT, *[large(*case) for case in LARGE_CUT]])
 def test_numbers_that_are_none_stay_with_their_token(hopper, outputs, inputs, gate) -> None:
     """Also where blocks wait for numbers that others hand over."""
-    case = Case(hopper, BF16, 14, outputs * (2 if gate else 1), inputs, bias=False)
+    case = Case(hopper, BF16, 14, outputs * (2 if gate else 1), inputs, bias=False, gate=gate)
     good = case.run(14, outputs, gate=gate)
     case.x[3] = torch.nan
     case.x[7, 100] = torch.inf
@@ -192,19 +213,19 @@ def test_products_in_a_graph_see_what_the_kernel_before_wrote(hopper) -> None:
     norm = RmsNorm(hopper.loader, BF16, hidden, 1e-5)
     scale, x, normed, gated, product = (
         random(hidden, scale=1),
-        *(random(80, n, scale=1) for n in (hidden, hidden, width, hidden)),
+        *(random(128, n, scale=1) for n in (hidden, hidden, width, hidden)),
     )
     output, gate_up, down = (
         random(n, k, scale=k**-0.5) for n, k in ((hidden, hidden), (2 * width, hidden), (hidden, width))
     )
     linear = BatchLinear(hopper.loader, BF16, "cuda", weights=3, inputs=2)
     for weight in (output, gate_up, down):
-        linear.keep(weight)
+        linear.keep(weight, gate=weight is gate_up)
     for buffer in (normed, gated):
         linear.keep_input(buffer)
 
     def layers(stream: int, after_each=lambda: None) -> None:
-        for tokens in (80, 16, 80, 33):
+        for tokens in (128, 16, 80, 33):
             for launch in (
                 lambda n: norm(stream, x[:n], None, scale, normed[:n]),
                 lambda n: linear(stream, normed[:n], output, None, product[:n]),
@@ -240,3 +261,5 @@ def test_what_it_was_not_told_of_is_refused(hopper) -> None:
         case.linear(hopper.stream, case.x, case.weight.clone(), None, out)
     with pytest.raises(ShapeMismatch, match="64 outputs"):
         case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous())
+    with pytest.raises(ShapeMismatch, match="64 outputs"):  # a matrix that is no gate's
+        case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous(), gate=True)

@@ -71,7 +71,7 @@ class RecordingLoader:
         self.asked[file].update(specs)
         return [NotLaunchable() for _ in specs]
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
         raise AssertionError("no matrix is there")
 
 

@@ -109,6 +109,13 @@ def test_a_tensor_map_names_columns_before_rows(loader, driver) -> None:
         loader.tensor_map(matrix, 300, 64)
 
 
+def test_an_interleaved_tensor_map_has_eight_rows_of_either_half_in_turn(loader, driver) -> None:
+    matrix = torch.zeros(160, 24, dtype=torch.bfloat16)
+    loader.tensor_map(matrix, 32, 64, interleaved=True)
+    pitches = [48, 80 * 48, 8 * 48]  # the next row, the other half, the next eight rows
+    assert driver.tensor_map == (9, 4, matrix.data_ptr(), [24, 8, 2, 10], pitches, [64, 8, 2, 2])
+
+
 @pytest.mark.parametrize(("major", "minor"), [(7, 5), (12, 0)])
 def test_a_device_that_the_kernels_are_not_for_is_refused_by_name(monkeypatch, major, minor) -> None:
     device = SimpleNamespace(name="fake", major=major, minor=minor, multi_processor_count=1)

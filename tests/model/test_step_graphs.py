@@ -122,6 +122,21 @@ def test_a_step_that_weighs_nothing_takes_a_graph_without_it_or_a_smaller_one_wi
     assert graphs.find(Kind.DECODE, 3, 3, weighs=False) == GraphSize(Kind.DECODE, 4, 4)
 
 
+def test_prompts_alone_take_a_graph_without_decodes_where_that_is_no_larger() -> None:
+    graphs = Graphs()
+    assert graphs.find(Kind.PROMPT, 150, 3) == GraphSize(Kind.MIXED, 256, 8)
+    graphs.graphs.capture_next()
+    assert graphs.later == [GraphSize(Kind.PROMPT, 160, 8)]
+    assert graphs.find(Kind.PROMPT, 150, 3) == GraphSize(Kind.PROMPT, 160, 8)
+    assert graphs.find(Kind.PROMPT, 200, 3) == GraphSize(Kind.MIXED, 256, 8)
+    assert graphs.find(Kind.PROMPT, 150, 9) == GraphSize(Kind.MIXED, 256, 256)
+    while graphs.graphs.capture_next():
+        pass
+    assert graphs.find(Kind.PROMPT, 200, 3) == GraphSize(Kind.PROMPT, 256, 8)
+    assert graphs.find(Kind.PROMPT, 150, 9) == GraphSize(Kind.MIXED, 160, 64)
+    assert graphs.find(Kind.PROMPT, 4, 4) == GraphSize(Kind.PROMPT, 16, 8)
+
+
 def test_what_a_step_missed_is_captured_first() -> None:
     graphs = Graphs()
     assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 256, 8)

@@ -105,8 +105,8 @@ static unsigned char* shared = all_shared[0];  // of the block that has its turn
 struct TensorMap {  // EmulatedLoader.tensor_map
   const unsigned char* matrix;  // [rows, columns] numbers of 16 bits
   i64 rows, columns;
-  int box_rows, box_columns;
-  unsigned char unused[96];
+  int box_rows, box_columns, is_interleaved;
+  unsigned char unused[92];
 };
 static_assert(sizeof(TensorMap) == 128);
 struct Copy {
@@ -232,10 +232,11 @@ inline void carry_out(const Copy& copy) {
   const TensorMap& map = *copy.map;
   for (int r = 0; r < map.box_rows; ++r)
     for (int c = 0; c < map.box_columns; ++c) {
-      const i64 row = copy.row + r, column = copy.column + c;
+      const i64 column = copy.column + c, rows = map.is_interleaved ? map.rows / 2 : map.rows;
+      const i64 row = copy.row + (map.is_interleaved ? r / 16 * 8 + r % 8 : r), half = map.is_interleaved ? r / 8 % 2 : 0;
       u16 bits = 0;
-      if (row >= 0 && row < map.rows && column >= 0 && column < map.columns)
-        memcpy(&bits, map.matrix + (row * map.columns + column) * 2, 2);
+      if (row >= 0 && row < rows && column >= 0 && column < map.columns)
+        memcpy(&bits, map.matrix + ((half * rows + row) * map.columns + column) * 2, 2);
       memcpy(copy.target + ((r * 128 + c * 2) ^ (r & 7) << 4), &bits, 2);  // the target is a multiple of 1024
     }
 }
@@ -607,19 +608,33 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u6
   if (policy != read_once_policy()) emulator::fail("a bulk copy with a policy that nobody made");
   bulk_copy(target, source, bytes, barrier);
 }
-inline void box_copy(u32 target, const void* map, int column, int row, u32 barrier) {
-  const auto& m = *(const emulator::TensorMap*)map;
-  unsigned char* const t = emulator::at(target);
-  if ((uintptr_t)map % 64) emulator::fail("misaligned tensor map");
-  if ((uintptr_t)t % 1024) emulator::fail("a box that begins in the middle of the swizzle's pattern");
+namespace emulator {
+
+inline void order_box(u32 target, const void* map, int column, int row, u32 barrier, bool is_interleaved) {
+  const auto& m = *(const TensorMap*)map;
+  unsigned char* const t = at(target);
+  if ((uintptr_t)map % 64) fail("misaligned tensor map");
+  if ((uintptr_t)t % 1024) fail("a box that begins in the middle of the swizzle's pattern");
+  if (m.is_interleaved != is_interleaved) fail("a box by a map of another kind");
+  if (is_interleaved && row % 8) fail("an interleaved box that begins between its groups of rows");
   const u32 bytes = m.box_rows * m.box_columns * 2;  // what lies outside counts, too
   memset(t, 0xff, bytes);
-  emulator::barrier_at(barrier).copies.push_back({t, nullptr, bytes, &m, column, row});
+  barrier_at(barrier).copies.push_back({t, nullptr, bytes, &m, column, row});
 }
+
+}  // namespace emulator
+
 inline void read_map_anew(const void*) {}
+inline void box_copy(u32 target, const void* map, int column, int row, u32 barrier) {
+  emulator::order_box(target, map, column, row, barrier, false);
+}
 inline void box_copy(u32 target, const void* map, int column, int row, u32 barrier, u64 policy) {
   if (policy != read_once_policy()) emulator::fail("a box with a policy that nobody made");
-  box_copy(target, map, column, row, barrier);
+  emulator::order_box(target, map, column, row, barrier, false);
+}
+inline void box_copy_interleaved(u32 target, const void* map, int column, int row, u32 barrier, u64 policy) {
+  if (policy != read_once_policy()) emulator::fail("a box with a policy that nobody made");
+  emulator::order_box(target, map, column, row, barrier, true);
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
   auto& b = emulator::barrier_at(barrier);

@@ -99,7 +99,7 @@ class EmulatedLoader:
             assert spec.shared_bytes <= SHARED_BYTES[self.capability], f"{spec.instance}: {spec.shared_bytes} bytes"
         return [EmulatedKernel(partial(self._library, file, spec.instance), spec) for spec in specs]
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
         """emulated_gpu.hpp: TensorMap."""
         rows, columns = matrix.shape
         assert matrix.element_size() == 2, f"tensor map of {matrix.dtype}"
@@ -107,7 +107,8 @@ class EmulatedLoader:
         assert matrix.data_ptr() % 16 == 2 * columns % 16 == 0, f"tensor map of {rows} x {columns}"
         assert box_rows in range(1, 257), f"boxes of {box_rows} rows"
         assert box_columns == 64, f"boxes of {box_columns} columns: others are swizzled otherwise"
-        packed = struct.pack("Pqqii", matrix.data_ptr(), rows, columns, box_rows, box_columns)
+        assert not interleaved or rows % 16 == box_rows % 16 == 0, f"boxes of {box_rows} rows of {rows}, interleaved"
+        packed = struct.pack("Pqqiii", matrix.data_ptr(), rows, columns, box_rows, box_columns, interleaved)
         return packed.ljust(TENSOR_MAP_BYTES, b"\xff")
 
     def _library(self, file: str, instance: str) -> ctypes.CDLL:
