@@ -11,7 +11,7 @@ from collections.abc import Callable
 POLL_S = 0.02
 """After a request was submitted. Of a first token that takes longer, a wake-up is less than a hundredth."""
 
-FEW_STREAMS = 4
+FEW_STREAMS = 2
 """With more, something comes all the time, and a core is of more use to them."""
 
 
