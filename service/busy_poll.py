@@ -1,4 +1,4 @@
-"""An event loop that does not sleep while a first token is about to come.
+"""An event loop that does not sleep while a request or its first token is about to come.
 
 A loop that sleeps is woken by the system: 0.1 to 0.3 ms on virtual machines, perhaps on another core, and with caches
 that are cold. As the engine does for its steps, a front end turns its loop instead.
@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.02
-"""After a request was submitted. Of a first token that takes longer, a wake-up is less than a hundredth."""
+"""After a connection was accepted, or a request submitted. Of a first token that takes longer, a wake-up is less than a
+hundredth."""
 
 FEW_STREAMS = 2
 """With more, something comes all the time, and a core is of more use to them."""
@@ -26,12 +27,12 @@ class BusyPoll:
         self._is_turning = False
 
     def begin(self) -> None:
-        """A request was submitted: no sleep for POLL_S, as long as there are streams, but few."""
+        """Something is about to come: no sleep for POLL_S, as long as there are few streams."""
         self._until_s = self._clock() + POLL_S
         if not self._is_turning:
             self._turn()
 
     def _turn(self) -> None:
-        self._is_turning = self._clock() < self._until_s and 0 < self._open_streams() <= FEW_STREAMS
+        self._is_turning = self._clock() < self._until_s and self._open_streams() <= FEW_STREAMS
         if self._is_turning:
             asyncio.get_running_loop().call_soon(self._turn)

@@ -2,7 +2,7 @@
 
 import errno
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -33,9 +33,14 @@ def url_host(address: str, *, listening: bool = False) -> str:
 class Doors:
     """Listens for one FrontEnd."""
 
-    def __init__(self, front_end: FrontEnd, tls: ssl.SSLContext | None) -> None:
-        """tls: what the main port speaks; the admin port speaks plain HTTP."""
+    def __init__(
+        self, front_end: FrontEnd, tls: ssl.SSLContext | None, *, on_connection: Callable[[], None] = lambda: None
+    ) -> None:
+        """tls: what the main port speaks; the admin port speaks plain HTTP. on_connection: called for each one that
+        the main port accepts.
+        """
         self.front_end = front_end
+        self._on_connection = on_connection
         self._tls = tls
         self.port = self.admin_port = 0
         self._runners: list[web.AppRunner] = []
@@ -57,7 +62,7 @@ class Doors:
         self.admin_port = await self._open_admin(admin_addresses, share=True)
 
     async def _open(self, addresses: Sequence[Address], *, share: bool) -> int:
-        runner = await self._runner(make_app(self.front_end))
+        runner = await self._runner(make_app(self.front_end), self._on_connection)
         await listen(runner, addresses, share=share, tls=self._tls)
         return int(runner.addresses[0][1])
 
@@ -66,8 +71,8 @@ class Doors:
         await listen(runner, addresses, share=share)
         return int(runner.addresses[0][1])
 
-    async def _runner(self, app: web.Application) -> web.AppRunner:
-        runner = make_runner(app, shutdown_timeout_s=FLUSH_S)
+    async def _runner(self, app: web.Application, on_connection: Callable[[], None] = lambda: None) -> web.AppRunner:
+        runner = make_runner(app, shutdown_timeout_s=FLUSH_S, on_connection=on_connection)
         await runner.setup()
         self._runners.append(runner)
         return runner

@@ -126,7 +126,11 @@ class FrontEndProcess:
 
     def _send(self, *messages: Any) -> None:
         self.link.send(*messages)
-        if self._busy_poll is not None and isinstance(messages[0], Submit):
+        if isinstance(messages[0], Submit):
+            self._stay_awake()
+
+    def _stay_awake(self) -> None:
+        if self._busy_poll is not None:
             self._busy_poll.begin()
 
     def _lost(self, reason: str) -> None:
@@ -171,7 +175,7 @@ class FrontEndProcess:
         self._engine = EngineLink(self._send, silence_s=hello.silence_s, clock=time.monotonic)
         settings = msgspec.structs.replace(hello.settings, max_generating=allow_many_sockets())
         front_end = FrontEnd(settings, self.counts, logs.log_request, self._engine, known_keys=hello.keys)
-        self.doors = Doors(front_end, tls_context(settings))
+        self.doors = Doors(front_end, tls_context(settings), on_connection=self._stay_awake)
 
     async def _listen(self, hello: Hello) -> None:
         assert self.doors is not None

@@ -10,7 +10,7 @@ import http
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,9 +51,13 @@ going on: a probe would wait for seconds behind a burst. How many of those that 
 turnstile's."""
 
 
-def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
-    """A runner for `app`. shutdown_timeout_s: how long `cleanup` waits for handlers before it cancels them."""
-    return _Runner(
+def make_runner(
+    app: web.Application, *, shutdown_timeout_s: float = 5.0, on_connection: Callable[[], None] = lambda: None
+) -> web.AppRunner:
+    """A runner for `app`. shutdown_timeout_s: how long `cleanup` waits for handlers before it cancels them.
+    on_connection: called whenever one is accepted.
+    """
+    runner = _Runner(
         app,
         handler_cancellation=True,
         access_log=None,  # one line per request is written by the middleware
@@ -65,6 +69,8 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 5.0) -> web
         auto_decompress=False,  # body.py refuses compressed bodies: a few kilobytes of them can stand for gigabytes
         shutdown_timeout=shutdown_timeout_s,
     )
+    runner.on_connection = on_connection
+    return runner
 
 
 Address = tuple[int, Any]
@@ -168,7 +174,9 @@ class _Site(web.SockSite):
         return self._handler()
 
     def _handler(self) -> RequestHandler:
+        assert isinstance(self._runner, _Runner)
         assert self._runner.server is not None
+        self._runner.on_connection()
         return self._runner.server()
 
     async def _open(self, connection: socket.socket) -> None:
@@ -178,6 +186,8 @@ class _Site(web.SockSite):
 
 class _Runner(web.AppRunner):
     """Puts `_Server` in place of aiohttp's server. The names used here are private to aiohttp; a test covers each."""
+
+    on_connection: Callable[[], None]
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()

@@ -1,6 +1,7 @@
 """A front end's loop that polls: when it does, and that it sleeps again."""
 
 import asyncio
+import socket
 
 import pytest
 from tiny_tokenizer import tiny_tokenizer
@@ -60,16 +61,13 @@ async def test_a_further_request_makes_it_longer_but_no_second_poll(monkeypatch:
     assert turns.counted == 12
 
 
-@pytest.mark.parametrize("streams", [0, FEW_STREAMS + 1])
-async def test_a_loop_with_nothing_to_wait_for_or_much_to_do_does_not_poll(
-    monkeypatch: pytest.MonkeyPatch, streams: int
-) -> None:
+async def test_a_loop_with_much_to_do_does_not_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch, 10)
     turns.streams = FEW_STREAMS
     turns.poll.begin()
     await asyncio.sleep(0)
     assert turns.counted == 2
-    turns.streams = streams
+    turns.streams += 1
     await some_turns()
     assert turns.counted == 3
 
@@ -105,30 +103,29 @@ async def is_polling(process: FrontEndProcess) -> bool:
     return process._busy_poll is not None and process._busy_poll._is_turning
 
 
-async def test_a_front_end_polls_once_it_has_submitted_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_end_polls_once_it_has_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     process = await front_end(monkeypatch, polls=True)
     assert not await is_polling(process)
     number = submit(process)
     assert await is_polling(process)
     process._receive(TokenBatch(2, [number], [8], [Ended(number, "stop")]))
+    monkeypatch.setattr(busy_poll, "POLL_S", 0.0)
+    submit(process)  # its time is over at once
     assert not await is_polling(process)
 
 
-async def test_it_does_not_poll_for_a_client_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_end_polls_once_a_client_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     process = await front_end(monkeypatch, polls=True)
-    number = submit(process)
-    assert await is_polling(process)
-    assert process._client is not None
-    process._client.cancel(number)
-    assert not await is_polling(process)
-
-
-async def test_it_does_not_poll_for_an_engine_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = await front_end(monkeypatch, polls=True)
-    submit(process)
-    assert await is_polling(process)
-    process._lost("it is gone")
-    assert not await is_polling(process)
+    assert process.doors is not None
+    await process.doors.share([(socket.AF_INET, ("127.0.0.1", 0))], [(socket.AF_INET, ("127.0.0.1", 0))])
+    with socket.create_connection(("127.0.0.1", process.doors.admin_port)):
+        await asyncio.sleep(0.05)
+        assert not await is_polling(process)
+    with socket.create_connection(("127.0.0.1", process.doors.port)):
+        async with asyncio.timeout(10):
+            while not await is_polling(process):  # noqa: ASYNC110  (an accepted connection has no event)
+                await asyncio.sleep(0.001)
+    await process.doors.close()
 
 
 async def test_a_front_end_polls_only_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
