@@ -120,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
     float* logits, const int* rows, const int* samples, const int* lengths, const Settings* settings,
     const int* mask_of, const u32* masks, u32* counts, int* masked, int S, int V, int mask_words) {
   __shared__ u32 masked_of_block;
+  if (threadIdx.x == 0) masked_of_block = 0;
   allow_next_kernel();
   wait_for_previous_kernel();
   const int lane = threadIdx.x & 31;
@@ -132,7 +133,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
       const Settings& own = settings[rows[s]];
       Adjusted row = {logits + (i64)s * V, own.lists && own.lists[3] ? (const u32*)own.lists + own.lists[7] : nullptr,
                       mask_of && mask_of[s] >= 0 ? masks + (i64)mask_of[s] * mask_words : nullptr};
-      if (threadIdx.x == 0) masked_of_block = 0;
       __syncthreads();
       if (blockIdx.y) {
         if (!row.mask && !row.grammar) continue;
@@ -145,8 +145,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
       }
       if (row.masked) atomicAdd(&masked_of_block, (u32)row.masked);
       const bool is_bad = __syncthreads_or(row.is_bad);
-      if (threadIdx.x == 0 && masked_of_block) atomicAdd((u32*)masked + s, masked_of_block);
-      if (threadIdx.x == 0 && is_bad) atomicOr((u32*)masked + s, IS_BAD);
+      if (threadIdx.x) continue;
+      const u32 all = atomicExch(&masked_of_block, 0u);  // a load would be done by all threads, beside the next row's zero
+      if (all) atomicAdd((u32*)masked + s, all);
+      if (is_bad) atomicOr((u32*)masked + s, IS_BAD);
     }
   }
 }
