@@ -89,5 +89,7 @@ class ServedModel:
         if name is None:
             return self.names[0]
         if name not in self.names:
-            raise NotFound(f"The model `{quoted(name)}` does not exist.", param="model")
+            served = ", ".join(f"`{each}`" for each in self.names)
+            message = f"The model `{quoted(name)}` does not exist: this server has {quoted(served)}."
+            raise NotFound(message, param="model")
         return name

@@ -108,6 +108,29 @@ async def test_models_by_name(server: Server) -> None:
         assert answer.error["param"] == "model"
 
 
+async def test_who_asks_for_another_model_is_told_which_there_are(server: Server) -> None:
+    """In every form of errors, and at most 200 characters of them."""
+    chat, model = {"messages": [{"role": "user", "content": "the"}]}, {"model": "gpt-4"}
+    answers = [
+        await server.complete(**model),
+        await server.chat(stream=True, **model),
+        await server.post("/v1/responses", {"input": "the"} | model),
+        await server.post("/v1/messages", chat | {"max_tokens": 5} | model),
+        await server.post("/tokenize", {"prompt": "the"} | model),
+        await server.get("/v1/models/gpt-4"),
+    ]
+    told = {(answer.status, answer.json["error"]["message"]) for answer in answers}
+    assert told == {(404, "The model `gpt-4` does not exist: this server has `tiny`, `org/tiny`.")}
+
+
+async def test_of_many_names_of_models_the_first_ones_are_told(start: Start) -> None:
+    server = await start(model={"names": tuple(f"{i:03}" + "n" * 60 for i in range(300))})
+    told = (await server.get("/v1/models/" + "x" * 300)).error["message"]
+    assert "this server has `000nnn" in told
+    assert "`002nnn" in told
+    assert len(told) < 500
+
+
 async def test_unused_fields_are_accepted(server: Server) -> None:
     asked = {
         "store": True, "metadata": {"a": [1]}, "user": "u", "prompt_cache_key": "k", "service_tier": "auto",
