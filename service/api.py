@@ -139,6 +139,20 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 # ---------------------------------------------------------------- health
 
+ROOT = """\
+Pagewalk, a server for language models.
+
+/v1        base URL of clients in OpenAI's form; in Anthropic's it is this address
+/docs      every route and field; /openapi.json for programs
+/health    200 once it can serve
+"""
+"""The same for everybody, in every state: it is open, and tells nothing of this server."""
+
+
+async def root(request: web.Request) -> web.Response:
+    """GET /: for who has an address and no more."""
+    return web.Response(text=ROOT)
+
 
 async def live(request: web.Request) -> web.Response:
     """GET /live: 200 from the first moment; 503 once only a restart helps."""
@@ -206,6 +220,7 @@ ROUTES: list[Route] = [
     ("POST", "/tokenize", tokenize, "key"),
     ("POST", "/detokenize", detokenize, "key"),
     ("GET", "/tokenizer_info", tokenizer_info, "key"),
+    ("GET", "/", root, "open"),
     ("GET", "/live", live, "open"),
     ("GET", "/health", health, "open"),
     ("GET", "/ready", ready, "open"),
@@ -247,6 +262,7 @@ def _admin_routes() -> list[Route]:
 ADMIN_ROUTES = _admin_routes()
 
 PAGE_ROUTES: list[Route] = [
+    ("GET", "/", to_page, "open"),
     ("GET", "/admin", to_page, "open"),
     ("GET", "/admin/", page, "open"),
     ("GET", "/admin/{file:(?!v1/).+}", page, "open"),

@@ -85,6 +85,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/tokenizer_info"): Operation(
         "How text becomes token ids", answer=dict[str, Any], statuses=(503,)
     ),
+    ("GET", "/"): Operation(
+        "What this is, and where things are", answer=str, media_type="text/plain", is_open=True
+    ),
     ("GET", "/live"): Operation("503 when only a restart helps", is_open=True, statuses=(503,)),
     ("GET", "/health"): Operation("200 once it can serve", is_open=True, statuses=(503,)),
     ("GET", "/ping"): Operation("The same as /health", is_open=True, statuses=(503,)),
@@ -214,8 +217,9 @@ def _operation(
 ) -> dict[str, Any]:
     is_open = operation.is_open or not asks_key
     parameters = [{"name": "id", "in": "path", "required": True, "schema": _ID}] if "{id}" in path else []
+    name = path.strip("/") or "root"
     found: dict[str, Any] = {
-        "operationId": f"{method.lower()}_{path.strip('/').replace('/', '_').replace('{id}', 'id')}".replace(".", "_"),
+        "operationId": f"{method.lower()}_{name.replace('/', '_').replace('{id}', 'id')}".replace(".", "_"),
         "summary": operation.summary,
         "parameters": [*parameters, REQUEST_ID | {"schema": {"type": "string"}}],
         "security": [] if is_open else [{"key": []}],

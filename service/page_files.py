@@ -58,5 +58,7 @@ async def page(request: web.Request) -> web.Response:
 
 
 async def to_page(request: web.Request) -> web.Response:
-    """GET /admin: the page's files are named from its folder on."""
-    return web.Response(status=308, headers={"Location": "/admin/"})
+    """GET /, and GET /admin, since the page's files are named from its folder on. A permanent redirect would stay in
+    browsers, for whatever listens at this port later.
+    """
+    return web.Response(status=307, headers={"Location": "/admin/"})

@@ -33,8 +33,9 @@ async def test_every_file_is_served_under_a_strict_policy(server: Server) -> Non
 
 async def test_the_page_is_found_from_its_folder_only_on_the_admin_port(start: Start) -> None:
     server = await start(settings={"admin_api_key": "root"})
-    moved = await get(server, "/admin", allow_redirects=False)
-    assert (moved.status, moved.headers["Location"]) == (308, "/admin/")
+    for path in ("/", "/admin"):
+        moved = await get(server, path, allow_redirects=False)
+        assert (moved.status, moved.headers["Location"]) == (307, "/admin/")
     assert (await get(server, "/admin/")).body == files()["index.html"].body  # it holds no secret, and asks for the key
     assert (await server.get("/admin/")).status == 404
     for wrong in ("/admin/lunch.js", "/admin/../api.py", "/admin/%2e%2e/api.py", "/admin/vendor", "/admin/vendor/"):

@@ -1,6 +1,7 @@
 """Who comes in and what is said at the door: keys, statuses, health, bodies over the limit, what is no HTTP."""
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from http_house import Server, Start
 from service.api import ADMIN_ROUTES, ROUTES, make_admin_app, make_app
 from service.engine_client import QueueState
 
-OPEN = {"/live", "/health", "/ready", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs"}
+OPEN = {"/", "/live", "/health", "/ready", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs"}
 """The routes that the API marks as open, written down here again on purpose."""
 
 KEY = "sk-Secret1"
@@ -61,7 +62,7 @@ async def test_without_a_good_key_only_open_routes_answer(start: Start, headers:
     assert KEY not in repr(server.log)
 
 
-PAGE = {"/admin", "/admin/", "/admin/{file}"}
+PAGE = {"/", "/admin", "/admin/", "/admin/{file}"}
 """Files that are the same for everybody: the page asks for the key, and for all that it shows, itself."""
 
 
@@ -91,7 +92,7 @@ async def test_every_route_of_the_router_is_closed_unless_the_api_marks_it_open(
     [
         "POST /v1//completions", "POST /V1/completions", "POST /v1/../v1/completions", "POST /v1/completions/",
         "POST /%76%31/completions", "POST /v1/%63ompletions", "POST /v1/completions?key=1", "HEAD /v1/completions",
-        "OPTIONS /v1/completions", "OPTIONS /health", "POST /health", "GET /", "GET /admin/v1/meminfo", "PUT /nothing",
+        "OPTIONS /v1/completions", "OPTIONS /health", "POST /health", "POST /", "GET /admin/v1/meminfo", "PUT /nothing",
         "POST http://x/v1/completions", "GET /health/", "GET //health", "GET /v1/models/a/b", "HEAD /v1/models",
         "POST /health/../v1/completions", "POST /health%2f..%2fv1/completions",
     ],
@@ -167,7 +168,6 @@ async def test_admin_routes(start: Start) -> None:
 
 async def test_unknown_paths_and_methods(server: Server) -> None:
     for path in (
-        "/",
         "/nothing",
         "/v1",
         "/v1/",
@@ -407,6 +407,24 @@ async def test_while_loading(start: Start, is_loaded: bool) -> None:
         assert int(answer.headers["Retry-After"]) > 0
     if not is_loaded:
         assert (await server.get("/v1/models")).status == 503
+
+
+async def test_the_root_says_what_this_is_and_the_same_to_everybody(start: Start) -> None:
+    """Every path that it names is there, and nothing of the model, the version or the state."""
+    loaded = await start(settings={"api_keys": (KEY,)})
+    answer = await loaded.get("/")
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+    text = answer.body.decode()
+    assert text.startswith("Pagewalk")
+    paths = re.findall(r"(?<=\s)/\S+", text)
+    assert {"/v1", "/docs", "/health"} <= set(paths)
+    for path in set(paths) - {"/v1"}:
+        assert (await loaded.get(path)).status in (200, 401), path
+    assert all(known not in text for known in ("tiny", "1.2.3", "/models/"))
+    for other in (await start(is_loaded=False), await start()):
+        assert (await other.get("/")).body == answer.body
+    loaded.engine.die()
+    assert (await loaded.get("/")).body == answer.body
 
 
 async def test_while_draining(start: Start) -> None:
