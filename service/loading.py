@@ -236,7 +236,8 @@ async def check(settings: Settings) -> str:
     engine = loaded.assembly.engine
     running = asyncio.create_task(engine.run())
     try:
-        ids = loaded.tokenizer.encode("The capital of France is", add_special_tokens=True)
+        prompt = "The capital of France is"
+        ids = loaded.tokenizer.encode(prompt, add_special_tokens=True)
         tokens = asyncio.ensure_future(generate(loaded, ids, 8))
         await asyncio.wait([tokens, running], return_when=asyncio.FIRST_COMPLETED)
         if not tokens.done():
@@ -247,7 +248,7 @@ async def check(settings: Settings) -> str:
             assembly.device if assembly.device == assembly.kernels else f"{assembly.device}, {assembly.kernels} kernels"
         )
         place = f"{assembly.dtype} on {where}, {assembly.executor.frames} frames"
-        return f"{loaded.name} works ({place}): The capital of France is{text!r}"
+        return f"{loaded.name} works ({place}): {prompt + text!r}"
     except RuntimeError as error:
         cause = await end(loaded, running) or error
         raise Failure(f"the model does not run: {cause}", EXIT_FAULT) from cause

@@ -1,5 +1,7 @@
 """What can go wrong while a model loads, as the person who started the server is told."""
 
+import ast
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from tiny_model import write_tiny_model
 from cuda.errors import UnsupportedDevice, driver_error
 from model.errors import BadCheckpoint, OutOfDeviceMemory
 from service.errors import ConfigurationError
-from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures, load
+from service.loading import EXIT_DEVICE, EXIT_MODEL, Failure, _failures, check, load
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -59,3 +61,18 @@ async def test_a_pool_of_one_token_is_refused_by_the_setting_s_name(tmp_path: Pa
     one = int(str(caught.value).rsplit(" ", 1)[1])
     with pytest.raises(ConfigurationError, match="that is one token"):
         await load(msgspec.structs.replace(settings, kv_cache_memory_bytes=one), Metrics("0"))
+
+
+async def test_a_check_says_in_one_line_what_runs_and_quotes_prompt_and_text_as_one(tmp_path: Path) -> None:
+    settings = Settings(
+        model=str(write_tiny_model(tmp_path)),
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        kv_cache_memory_bytes=1 << 20,
+    )
+    said = await check(settings)
+    matched = re.fullmatch(r"\S+ works \(float32 on cpu.*, \d+ frames\): (.*)", said)
+    assert matched is not None, said
+    assert ast.literal_eval(matched[1]).startswith("The capital of France is")
