@@ -321,7 +321,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Text | None,
         About(
             "Admin",
-            "folder for checkpoints of running requests, text and all; without it none are written or read",
+            "existing folder for checkpoints of running requests, text and all; without it none are written or read",
             "FOLDER",
         ),
     ] = None
