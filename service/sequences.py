@@ -5,7 +5,7 @@ WAITING ──enter, fork──▶ RUNNING ◀──return_from_swap── SWAPP
    └──────recompute───────┴───┴─────────swap_out─────────┘          any ──end, drop──▶ ENDED
 
 
-WAITING, RUNNING, SWAPPED ──pause──▶ PAUSED ──resume──▶ WAITING, or SWAPPED where it has a row
+WAITING, RUNNING, SWAPPED ──pause──▶ PAUSED ──resume──▶ WAITING; where it has a row RUNNING, or SWAPPED
 
 WAITING    holds nothing; its tokens lie in `Sequence.tokens`. Who was preempted by recomputation waits before the rest
 RUNNING    has a row and frames
@@ -283,7 +283,7 @@ class Sequences:
         self.changes += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """PAUSED -> SWAPPED, from where it runs as soon as its pages are in frames; without a row -> WAITING."""
+        """PAUSED -> RUNNING with all its pages in frames; -> SWAPPED, until they are; without a row -> WAITING."""
         del self.paused[sequence.key]
         if sequence.space is None:
             sequence.state = State.WAITING
@@ -291,6 +291,8 @@ class Sequences:
         else:
             sequence.state = State.SWAPPED
             self.swapped[sequence.key] = sequence
+            if space_of(sequence).is_resident:
+                self.return_from_swap(sequence)
         self.changes += 1
 
     @property

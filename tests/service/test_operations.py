@@ -118,6 +118,32 @@ async def test_a_sibling_can_be_paused_at_any_step(when: int) -> None:
         assert ears.tokens[number] == expected_output(list(range(40)), 10)
 
 
+@pytest.mark.parametrize("slots", [0, 24])
+async def test_who_is_resumed_with_all_pages_in_frames_runs_again_at_once(slots: int) -> None:
+    """And is said to: nothing of it is in swap, where there may be none at all."""
+    house, ears = house_with_ears(slots=slots)
+    number = house.submit([1, 2, 3], 20)
+    await steps(house, 6)
+    house.do("sequences/{of}/pause", f"0.{number}")
+    await steps(house, 3)
+    assert house.do("sequences/{of}/resume", f"0.{number}")["after"]["state"] == "decode"
+    assert json.loads(house.look("scheduler"))["swapped"] == 0
+    await until_ended(house, ears, 1)
+    assert ears.tokens[number] == expected_output([1, 2, 3], 20)
+
+
+async def test_who_is_resumed_with_pages_in_swap_is_swapped_until_they_are_back() -> None:
+    house, ears = house_with_ears()
+    house.executor.end_swaps = lambda ticket: True
+    number = house.submit([1] * 20, 30)
+    await steps(house, 6)
+    house.do("sequences/{of}/swap_out", f"0.{number}")
+    await steps(house, 10)
+    assert house.do("sequences/{of}/resume", f"0.{number}")["after"]["state"] == "swapped"
+    await until_ended(house, ears, 1)
+    assert ears.tokens[number] == expected_output([1] * 20, 30)
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_any_pause_resume_swap_and_abort_under_load(seed: int) -> None:
     """Whatever is done when: no token is lost or repeated, every page comes back, the books balance at each step."""
