@@ -156,6 +156,7 @@ class Engine:
         self._is_stopping = False
         self._started_s = self._progress_s = clock()
         self._step = 0
+        self.turns = 0  # grows before memory changes: who has let others in sees whether it is still as it was
         self.steps = StepLog()
         self.copies = Copies(scheduler, executor, self._between_steps, clock)
 
@@ -188,6 +189,7 @@ class Engine:
 
     async def step(self) -> None:
         """One turn. The plan is built and submitted while the device runs the one before it."""
+        self.turns += 1
         self.read_messages(READ_AT_ONCE)
         self._between_steps.carry_out()
         self.copies.open_slots()
@@ -233,6 +235,7 @@ class Engine:
         elif following is not None and following.matchers:
             await self._mask([], following)
         now = self._clock()
+        self.turns += 1
         committed = self.scheduler.commit(result, now)
         seconds = now - max(self._progress_s, step.submitted_s)
         if (prefilled := step.plan.prefill_tokens) > step.plan.decodes:

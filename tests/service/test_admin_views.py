@@ -1,10 +1,12 @@
 """The views of memory and Sequences: what always adds up, JSON and text agree, and nothing of a prompt is told."""
 
+import asyncio
 import json
 import re
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from model.executor import DeviceMemory
 from service import admin
 from service.admin_text import RENDERERS
 from service.errors import BadRequest, NotFound, QueueFull
+from service.questions import Answers, Look
 
 
 def look(house: SteppedEngine, view: str, of: str = "", **query: Any) -> Any:
@@ -62,6 +65,47 @@ async def test_totals_agree_with_the_audit_at_any_moment(seed: int) -> None:
         seen.update({each["state"] for each in all_frames} | {each["state"] for each in listed["sequences"]})
     assert {"free", "private", "shared", "inactive", "active", "pinned", "copying"} <= seen.keys()
     assert {"queued", "prefill", "decode", "swapped"} <= seen.keys()
+
+
+async def test_an_audit_of_an_idle_server_lets_others_in_on_its_way() -> None:
+    house, answers = await under_load(), Answers()
+    house.inspector.answer_with(answers)
+    asked, turns = asyncio.create_task(answers.ask(Look("audit"))), 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 9, "a stop after each part of memory"
+    facts, at_once = json.loads(asked.result()), look(house, "audit")
+    assert {name: value for name, value in facts.items() if name not in ("ts", "uptime_s")} == {
+        name: value for name, value in at_once.items() if name not in ("ts", "uptime_s")
+    }
+
+
+async def test_an_audit_amid_steps_is_of_one_moment() -> None:
+    """What it has seen is void when a step begins or ends at one of its stops: then it finds nothing that is not so."""
+    house, answers = await under_load(), Answers()
+    house.inspector.answer_with(answers)
+
+    def until_it_changes() -> Iterator[str | None]:
+        references = house.memory.frames.references.tobytes()
+        for _ in range(1 + turn % 8):
+            yield None
+            if house.memory.frames.references.tobytes() != references:
+                yield "memory is another"
+
+    house.memory.auditing = until_it_changes  # type: ignore[method-assign]
+    for turn in range(200):
+        house.act()
+        step = asyncio.create_task(house.step())
+        for _ in range(turn % 3):
+            await asyncio.sleep(0)
+        facts = json.loads(await answers.ask(Look("audit")))
+        await step
+        assert facts["balanced"], facts["discrepancies"]
+        assert facts["resident"] == facts["references"]
+    del house.memory.auditing
+    house.memory.frames.references[0] += 1
+    assert not json.loads(await answers.ask(Look("audit")))["balanced"]
 
 
 @pytest.mark.parametrize("seed", range(2))
