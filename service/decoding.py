@@ -65,6 +65,9 @@ def _lenient(kind: type[B]) -> type[B]:
 
 
 _REMOVED = "guided_"  # how constrained output was once asked for elsewhere
+_HOMES = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
+"""What a request that came to the wrong route begins with."""
+
 _PATH = re.compile(r" - at `(\$[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _TYPES = re.compile(r"`([^`]*)`")
@@ -100,6 +103,8 @@ def _unknown_field(name: str, where: str, param: str | None, kind: type[Body]) -
     shown = quoted(name)
     if name.startswith(_REMOVED):
         hint = " It was replaced by structured_outputs."
+    elif name in _HOMES:
+        hint = f" It belongs to {_HOMES[name]}."
     else:
         # the comparison is quadratic in the length of the name, which the client chooses
         nearest = difflib.get_close_matches(name[:64], fields(kind), n=1, cutoff=CLOSE)
@@ -108,6 +113,8 @@ def _unknown_field(name: str, where: str, param: str | None, kind: type[Body]) -
 
 
 def _malformed(raw: bytes, reason: str) -> BadRequest:
+    if not raw:
+        return BadRequest("the body is empty: a JSON object is needed.")
     if re.search(rb"\\u[dD][89a-fA-F]", raw) and (path := _lone_surrogate(raw)):
         top = re.match(r"\$\.([A-Za-z0-9_]+)", path)
         message = f"text must not contain a lone surrogate - at `{quoted(path)}`"

@@ -98,6 +98,23 @@ async def test_request_ids(server: Server) -> None:
     assert (await server.get("/nothing", headers={"X-Request-Id": "mine-2"})).headers["X-Request-Id"] == "mine-2"
 
 
+async def test_no_body_is_told_apart_from_a_broken_one(server: Server) -> None:
+    for path in (*BOTH, "/tokenize", "/v1/responses"):
+        assert (await server.post(path, b"")).error["message"] == "the body is empty: a JSON object is needed."
+    assert "not valid JSON" in (await server.post("/tokenize", b"{")).error["message"]
+
+
+async def test_a_field_of_another_route_is_told_where_it_belongs(server: Server) -> None:
+    for path, field, other in (
+        ("/v1/completions", "messages", "/v1/chat/completions"),
+        ("/v1/chat/completions", "prompt", "/v1/completions"),
+        ("/v1/chat/completions", "input", "/v1/responses"),
+        ("/v1/responses", "messages", "/v1/chat/completions"),
+    ):
+        error = (await server.post(path, {field: "the"})).error
+        assert (error["message"], error["param"]) == (f"unknown field `{field}`. It belongs to {other}.", field)
+
+
 async def test_models_by_name(server: Server) -> None:
     assert (await server.complete(model="org/tiny")).json["model"] == "org/tiny"
     assert (await server.complete(model=None)).json["model"] == "tiny"
