@@ -20,7 +20,7 @@ from service.field_checks import check_token_ids
 from service.fork_route import fork_request
 from service.front_end import FRONT_END, FrontEnd
 from service.json_answers import json_answer
-from service.middleware import ACCESS, CALLER, Access, Handler, add_headers, answer_every_request, answer_expect
+from service.middleware import ACCESS, CALLER, GUIDE, Access, Handler, add_headers, answer_every_request, answer_expect
 from service.own_requests import delete_request, list_requests, show_request
 from service.page_files import page, to_page
 from service.prompts import chat_prompt, check_text_length
@@ -35,7 +35,7 @@ Route = tuple[str, str, Handler, Access]
 def make_app(front_end: FrontEnd) -> web.Application:
     """The application of the public port; with an admin key, the admin routes too."""
     routes = ROUTES if front_end.settings.admin_api_key is None else [*ROUTES, *ADMIN_ROUTES]
-    app = _application(front_end, routes)
+    app = _application(front_end, routes, "see /docs, or the admin port for what is under /admin")
     app.cleanup_ctx.append(_watch_keys)
     return app
 
@@ -52,10 +52,11 @@ def make_admin_app(front_end: FrontEnd) -> web.Application:
     routes = ADMIN_ROUTES
     if front_end.settings.admin_api_key is None:
         routes = [(method, path, handler, "open") for method, path, handler, _ in ADMIN_ROUTES]
-    return _application(front_end, [*routes, *PAGE_ROUTES])
+    return _application(front_end, [*routes, *PAGE_ROUTES], "this port is for operators, see /admin/")
 
 
-def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Application:
+def _application(front_end: FrontEnd, routes: Sequence[Route], guide: str) -> web.Application:
+    """guide: for who asks for a path that is not there."""
     app = web.Application(middlewares=[answer_every_request], client_max_size=front_end.settings.body_limit_bytes)
     app[FRONT_END] = front_end
     access: dict[web.AbstractResource, Access] = {}
@@ -69,6 +70,7 @@ def _application(front_end: FrontEnd, routes: Sequence[Route]) -> web.Applicatio
         assert route.resource is not None
         access[route.resource] = who
     app[ACCESS] = access
+    app[GUIDE] = guide
     admin_streams.watch(app)
     app.on_response_prepare.append(add_headers)
     return app
@@ -265,5 +267,5 @@ PAGE_ROUTES: list[Route] = [
     ("GET", "/", to_page, "open"),
     ("GET", "/admin", to_page, "open"),
     ("GET", "/admin/", page, "open"),
-    ("GET", "/admin/{file:(?!v1/).+}", page, "open"),
+    ("GET", "/admin/{file:(?!v1(?:/|$)).+}", page, "open"),
 ]

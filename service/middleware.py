@@ -44,6 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANTHROPIC_PATH = "/v1/messages"
 
 ACCESS = web.AppKey("access", dict[web.AbstractResource, Access])
+GUIDE = web.AppKey("guide", str)  # what to tell who asks for a path that is not there
 PLAIN_HEADERS = {"Server": "pagewalk", "X-Content-Type-Options": "nosniff"}  # aiohttp would name itself and Python
 CLIENT_LEFT = 499  # as nginx logs it; never sent
 
@@ -76,10 +77,12 @@ def error_response(error: PagewalkError, request: web.BaseRequest | None = None)
 def from_http_exception(error: web.HTTPException, request: web.BaseRequest) -> PagewalkError:
     """aiohttp's own refusals (its router, its body reader) in our form."""
     if isinstance(error, web.HTTPMethodNotAllowed):
-        message = f"{request.method} is not allowed on {quoted(request.path)}."
-        return MethodNotAllowed(message, allow=sorted(error.allowed_methods))
+        allowed = sorted(error.allowed_methods)
+        message = f"{request.method} is not allowed on {quoted(request.path)}: it takes {', '.join(allowed)}."
+        return MethodNotAllowed(message, allow=allowed)
     if isinstance(error, web.HTTPNotFound):
-        return NotFound(f"There is nothing at {quoted(request.path)}.")
+        guide = f": {request.app[GUIDE]}" if isinstance(request, web.Request) else ""
+        return NotFound(f"There is nothing at {quoted(request.path)}{guide}.")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return PayloadTooLarge("The body is over the limit of this server.")
     if isinstance(error, web.HTTPExpectationFailed):

@@ -185,6 +185,18 @@ async def test_unknown_paths_and_methods(server: Server) -> None:
     assert (await server.ask("HEAD", "/health")).status == 200
 
 
+async def test_what_is_nowhere_is_told_with_where_to_look(start: Start) -> None:
+    server = await start()
+    told = (await server.get("/chat/completions")).error["message"]
+    assert told == "There is nothing at /chat/completions: see /docs, or the admin port for what is under /admin."
+    told = (await server.ask("DELETE", "/health")).error["message"]
+    assert told == "DELETE is not allowed on /health: it takes GET, HEAD."
+    for path in ("/v1/models", "/admin/v1", "/admin/v1/", "/admin/v1/lunch"):
+        async with server.session.get(f"http://127.0.0.1:{server.admin_port}{path}") as response:
+            told = (await response.json())["error"]["message"]
+        assert (response.status, told) == (404, f"There is nothing at {path}: this port is for operators, see /admin/.")
+
+
 async def test_routes_of_later_releases(server: Server) -> None:
     answer = await server.ask("POST", "/v1/embeddings")
     assert (answer.status, answer.error["type"]) == (400, "NotImplementedError")
