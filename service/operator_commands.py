@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
 }
 
 ANSWER_S = 10.0
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.1, 3600.0
 EXIT_OK, EXIT_TROUBLE, EXIT_USAGE = 0, 1, 2
 
 
@@ -214,6 +215,9 @@ def _audit(client: AdminClient, given: Any) -> int:
 def _top(client: AdminClient, given: Any) -> int:
     from service import top  # curses: not on every system
 
+    if not LEAST_INTERVAL_S <= given.interval <= MOST_INTERVAL_S:
+        limits = f"{LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g} seconds"
+        raise ConfigurationError(f"--interval {given.interval:g}: {limits}")
     if given.once or not sys.stdout.isatty():
         before = client.facts("pulse")
         time.sleep(given.interval)

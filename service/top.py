@@ -130,6 +130,8 @@ def _loop(screen: Any, client: Client, interval_s: float) -> int:
         picture = Picture(before, pulse, client.facts("sequences", limit=MOST_LINES))
         chosen += {curses.KEY_DOWN: 1, curses.KEY_UP: -1}.get(key, 0)
         chosen = max(0, min(chosen, len(picture.sequences) - 1))
+        if key != -1:
+            message = ""  # of the key before
         if key in (ord("p"), ord("k")) and picture.sequences:
             message = _act(client, picture.sequences[chosen], chr(key))
         _draw(screen, picture, chosen, message)
@@ -157,5 +159,7 @@ def _draw(screen: Any, picture: Picture, chosen: int, message: str) -> None:
     for y, line in enumerate(shown[: height - 1]):
         is_chosen = bool(picture.sequences) and y == first + chosen - shift
         screen.addstr(y, 0, line, curses.A_REVERSE if is_chosen else curses.A_NORMAL)
-    screen.addstr(height - 1, 0, (message or time.strftime("%H:%M:%S  q quit  p pause  k abort"))[: width - 1])
+    screen.addstr(
+        height - 1, 0, (message or time.strftime("%H:%M:%S  q quit  p pause or resume  k abort"))[: width - 1]
+    )
     screen.refresh()

@@ -175,6 +175,12 @@ async def test_a_trace_is_followed(house: RealHouse) -> None:
     assert b": release: place=" in seen[-1]
 
 
+@pytest.mark.parametrize("interval", ["-1", "0", "nan", "inf", "1e9"])
+def test_an_interval_that_cannot_be_is_refused_in_one_line(capsys: Captured, interval: str) -> None:
+    assert main(["top", "--once", "--interval", interval, "--url", "http://127.0.0.1:1"]) == 2
+    assert re.fullmatch(r"pagewalk: error: --interval \S+: 0.1 to 3600 seconds\n", capsys.readouterr().err)
+
+
 async def test_top_draws_and_ends_with_q(house: RealHouse) -> None:
     """In a terminal: it shows the sequence, pauses it with p, and leaves the terminal as it was."""
     reading = await running(house)
@@ -193,6 +199,10 @@ async def test_top_draws_and_ends_with_q(house: RealHouse) -> None:
     await until(b"mine")
     os.write(ours, b"p")
     await until(b"paused")
+    assert b"tokens/s" in seen
+    seen = b""
+    os.write(ours, b" ")
+    await until(b"k abort")  # any key: what was done has been read
     os.write(ours, b"q")
     async with asyncio.timeout(60):
         while True:
@@ -203,7 +213,6 @@ async def test_top_draws_and_ends_with_q(house: RealHouse) -> None:
                 break
         assert await process.wait() == 0
     os.close(ours)
-    assert b"tokens/s" in seen
     await leave(house, reading)
 
 
