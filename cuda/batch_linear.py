@@ -119,8 +119,10 @@ class BatchLinear:
     def _keep(self, matrix: Tensor, boxes: tuple[int, ...], *, gate: bool = False) -> None:
         check_tensor("matrix", matrix, (None, None), self._dtype)
         rows, columns = matrix.shape
-        if columns % 8 or matrix.data_ptr() % 16 or (gate and rows % 16):
+        if columns % 8 or matrix.data_ptr() % 16:
             raise ShapeMismatch(f"a matrix of {rows} x {columns}: rows must begin at multiples of 16 bytes")
+        if gate and rows % 16:
+            raise ShapeMismatch(f"a gate and an up projection, halves of {rows // 2} rows: not multiples of 8")
         maps: dict[int, int] = {}
         for box in boxes:
             place = self._maps[self._used]

@@ -68,7 +68,8 @@ class PagedPrefill:
         return tokens * self.group // BLOCK_ROWS + sequences
 
     def plan(self, stream: int, tokens: Tensor, lengths: Tensor, blocks: int) -> None:
-        """List the work of one step: once a step, before the first layer.
+        """List the work of one step: once a step, before the first layer. On Hopper a layer's kernel begins before the
+        one in front of it has ended, and reads the list at once: between the two calls lies a launch that waits.
 
         tokens (S,) int32: query tokens of each sequence, 0 for those that do not prefill; lengths (S,) int32: keys
         after this chunk; blocks: work items to list and to launch, sum(ceil(tokens * H / KH / 128)) or more
@@ -97,7 +98,8 @@ class PagedPrefill:
         blocks: int,
     ) -> None:
         """out = causal attention of the query tokens over all keys and values of their sequences in `layer`, own ones
-        included.
+        included. What is read while the kernel in front may still run: rows, lengths, query_starts, page_tables. Only
+        q, keys and values may be its.
 
         q, out (T, H D), packed; page_tables (R, P), rows (S,), lengths (S,) keys after this chunk, query_starts (S +
         1,), all int32; blocks as given to `plan`. Rows of other sequences are not written. float32 inside;

@@ -2,7 +2,7 @@
 
 For tens to some two hundred tokens of a network of large matrices cuBLASLt's choice is 2 to 4 % of a whole step faster;
 below and above, cuBLAS' is as fast or faster (measured on an H200: docs/decisions/0015). A graph keeps what was chosen
-at its capture, so the choice of a size is the same from start to start. On Hopper the layers' products of up to 80
+at its capture, so the choice of a size is the same from start to start. On Hopper the layers' products of up to 128
 tokens are our own (cuda/batch_linear.py); the head's are chosen like this there, too.
 """
 

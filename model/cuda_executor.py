@@ -9,7 +9,7 @@ Trap: everything is enqueued on one stream of this executor's own; it becomes th
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from model.executor import DeviceMemory
 from model.out_of_memory import is_out_of_memory
 from model.parameters import Parameters
 from model.start_report import StartReport, Unreported
-from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, ladder, step_sizes
+from model.step_graphs import Graph, GraphSize, Kind, StepGraphs, kind_of, ladder, step_sizes
 from model.step_plan import StepPlan, StepResult
 from model.swap_mover import SwapMover
 
@@ -231,19 +231,18 @@ class CudaExecutor:
             return self._graphs.capture_next()
 
     def _graph_for(self, plan: StepPlan) -> Graph | None:
-        """The smallest graph that holds the plan. Those of mixed steps know no groups: every row reads for itself."""
+        """The smallest graph that holds the plan."""
         if plan.scored is not None:
             return None
         sequences = len(plan.rows)
-        if plan.masked is not None:
-            is_decode = plan.decodes == sequences
-            kind = Kind.LOGITS if is_decode else Kind.MIXED_LOGITS
-            return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=True)
-        if plan.decodes == sequences:
-            kind = Kind.SHARED if self._program.has_groups(plan) else Kind.DECODE
-            return self._graphs.find(kind, sequences, sequences, weighs=self._program.rows.weighs(plan))
-        kind = Kind.MIXED if plan.decodes else Kind.PROMPT
-        return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=True)
+        kind = kind_of(
+            decodes=plan.decodes,
+            sequences=sequences,
+            is_masked=plan.masked is not None,
+            reads_shared=self._program.has_groups(plan),
+        )
+        weighs = kind not in (Kind.DECODE, Kind.SHARED) or self._program.rows.weighs(plan)
+        return self._graphs.find(kind, len(plan.token_ids), sequences, weighs=weighs)
 
     def _warm_up(self, max_running: int, parameters: Parameters) -> None:
         """Run padding only, once at the largest sizes: loads modules, lets cuBLAS take its workspace, and kernels."""
@@ -266,18 +265,16 @@ class CudaExecutor:
         return None
 
     def _capture(self, size: GraphSize) -> Graph:
+        blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
         step = CudaStep(
             self._raw_stream,
             sequences=size.sequences,
             tokens=size.tokens,
-            decodes=0 if size.kind is Kind.PROMPT else size.sequences,
-            prefill_blocks=0,
+            decodes=size.sequences if size.kind.decodes else 0,
+            prefill_blocks=blocks if size.kind.prefills else 0,
             has_groups=size.kind is Kind.SHARED,
             weighs=size.weighs,
         )
-        if size.kind in (Kind.MIXED, Kind.PROMPT, Kind.MIXED_LOGITS):
-            blocks = self._program.kernels.prefill_blocks(size.tokens, size.sequences)
-            step = replace(step, prefill_blocks=blocks)
         free, _ = torch.cuda.mem_get_info(self._device_index)
         graph = torch.cuda.CUDAGraph()
         # thread-local: another thread may page-lock memory for swap meanwhile

@@ -74,6 +74,23 @@ class Kind(Enum):
     def samples(self) -> bool:
         return self not in (Kind.LOGITS, Kind.MIXED_LOGITS)
 
+    @property
+    def decodes(self) -> bool:
+        return self is not Kind.PROMPT
+
+    @property
+    def prefills(self) -> bool:
+        return self in (Kind.MIXED, Kind.PROMPT, Kind.MIXED_LOGITS)
+
+
+def kind_of(*, decodes: int, sequences: int, is_masked: bool, reads_shared: bool) -> Kind:
+    """Of a step with so many decodes among its Sequences. is_masked: its sampling waits for masks; reads_shared: its
+    decodes begin with frames that are read once for all. Steps with prefill know no groups: every row reads for itself.
+    """
+    if decodes == sequences:
+        return Kind.LOGITS if is_masked else Kind.SHARED if reads_shared else Kind.DECODE
+    return Kind.MIXED_LOGITS if is_masked else Kind.MIXED if decodes else Kind.PROMPT
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
@@ -199,11 +216,11 @@ class StepGraphs:
         lists = [(kind, True)] if weighs else [(kind, False), (kind, True)]
         if kind is Kind.PROMPT:
             lists.append((Kind.MIXED, True))
+        if self._missing:
+            holding = (size for each in lists for size in self._sizes[each] if size.holds(tokens, sequences))
+            if (wanted := next(holding, None)) in self._missing:
+                self._missed = wanted
         for each in lists:
-            if self._missing:
-                wanted = next((size for size in self._sizes[each] if size.holds(tokens, sequences)), None)
-                if wanted in self._missing and (each == lists[0] or not self._sizes[lists[0]]):
-                    self._missed = wanted
             graphs = self._graphs[each].items()
             found = next(((size, graph) for size, graph in graphs if size.holds(tokens, sequences)), None)
             if found is not None and (best is None or found[0].tokens < best[0].tokens):

@@ -37,7 +37,7 @@ for tool; do
     check test_paged_prefill.py "chosen and (many_tiles or few_long_items and 64-chunks1)" &
     check test_shared_prefix.py "(groups_and_single and 9-3) or a_long_prefix" &
     check test_thin_linear.py "$thin" &
-    check test_batch_linear.py "bfloat16 and bias and (9-264-200 or 48-17000-264 or 80-9000-584)" &
+    check test_batch_linear.py "bfloat16 and bias and (9-264-200 or 48-17000-264 or 80-9000-584 or 128-264-328)" &
     check test_sample.py "ties_at_the_edge or all_logits_equal or one_block_only or greedy_takes" &
     check test_adjust.py "adjusted_rows or more_rows" &
     check test_log_probs.py "sampled_tokens or adjusted_logits" &

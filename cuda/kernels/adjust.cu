@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adjust(
       if (row.masked) atomicAdd(&masked_of_block, (u32)row.masked);
       const bool is_bad = __syncthreads_or(row.is_bad);
       if (threadIdx.x) continue;
-      const u32 all = atomicExch(&masked_of_block, 0u);  // a load would be done by all threads, beside the next row's zero
+      const u32 all = atomicExch(&masked_of_block, 0u);  // taken and zeroed in one: all threads would do a plain load
       if (all) atomicAdd((u32*)masked + s, all);
       if (is_bad) atomicOr((u32*)masked + s, IS_BAD);
     }

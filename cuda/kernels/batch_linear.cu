@@ -28,7 +28,7 @@
 // weights.
 #include "common.cuh"
 
-constexpr int TILE = 128;                // weight rows
+constexpr int TILE = 128;                 // weight rows
 constexpr int STEP = 64, ROW = 2 * STEP;  // of K; bytes
 constexpr int COMPUTING = 256;            // threads
 
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
 
   __syncthreads();
   // Of the tile's weight rows a thread has the sums of two: `row` and 8 more
-  const int group = __shfl_sync(ALL_LANES, warp >> 2, 0), row = warp * 16 + (lane >> 2);
-  const u64 weights = matrix_descriptor(stages + group * 64 * ROW, 0, 8 * ROW);
+  const int warpgroup = __shfl_sync(ALL_LANES, warp >> 2, 0), row = warp * 16 + (lane >> 2);
+  const u64 weights = matrix_descriptor(stages + warpgroup * 64 * ROW, 0, 8 * ROW);
   const u64 x = matrix_descriptor(stages + TILE * ROW, 0, 8 * ROW);
   constexpr i64 PART = GROUPS * COMPUTING;
   float4* const part = parts + blockIdx.x * PART + threadIdx.x;

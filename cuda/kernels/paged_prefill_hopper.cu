@@ -1,8 +1,8 @@
 // paged_prefill_hopper: what paged_prefill.cu computes, by the tensor cores of Hopper (wgmma), for the same list of
 // work. sm_90a only.
 //
-// A work item is a block of 128 packed rows of one sequence and kv head (paged_prefill.cu). The blocks of the grid stay
-// and take item after item from a counter, head after head, so that nobody waits for the longest and the heads' keys
+// A work item is a block of 128 packed rows of one sequence and kv head (paged_prefill.cu). The blocks of the grid stay;
+// each begins with the item of its number and takes item after item from a counter, head after head, so that nobody waits for the longest and the heads' keys
 // and values stay in the L2. Where few long items are left, they are cut into pieces (prefill_work.cuh), whose parts are
 // joined by the block that has the item's beginning. 3 warpgroups of 4 warps in a block:
 //
@@ -23,7 +23,7 @@
 //   work, work_count       from prefill_plan
 //   pieces                 likewise: how items are cut that few blocks would be left with
 //   parts [grid, 256, D / 2 + 4] float32: workspace, what the threads have of items that are cut
-//   counters [2 + 8 grid] u32  0 before and after: the next item, blocks that have seen the end; then of each piece's part
+//   counters [2 + 8 grid] u32  0 before and after: items taken beside the first ones, blocks that have seen the end; then of each piece's part
 //                          and warp, whether it is there
 //   the rest               as for paged_prefill
 // shared_prefix: the same for decoding sequences that begin with the same frames. Their tokens are the rows, every row
@@ -166,7 +166,10 @@ template <class E, int D, bool SHARED, class Work> __device__ __forceinline__ vo
       for (;;) {
         const u32 slot = seen % QUERY_SLOTS, parity = seen / QUERY_SLOTS & 1;
         const Item item = read_item();
-        if (item.tiles == 0) break;
+        if (item.tiles == 0) {
+          wait_for_previous_kernel();  // a block without items, too
+          break;
+        }
         for (int mine = 0; mine < 2; ++mine) {
           constexpr int CHUNKS = D / 8, AT_ONCE = 32 / CHUNKS;  // rows
           int sources[2];  // of rows `lane`, `lane + 32`, in chunks: found once, since this warp must keep up with short items

@@ -17,8 +17,8 @@ struct Left {
   int item = 0, done = 0, tiles = 0, piece = 0;  // of the piece it is at: the next item and the tiles of it before
   bool has_begun = false;
 };
-//
-// The first of a block is that of its number, so that it is there before the kernel in front has ended; what follows goes
+
+// A block's first item is that of its number, so that it is there before the kernel in front has ended; what follows goes
 // to who comes first. A block waits for parts of items with smaller numbers, so for blocks that began before
 struct CausalWork {
   const int* rows;

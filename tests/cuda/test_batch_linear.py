@@ -56,6 +56,7 @@ GATES = [  # of which each tile has 64 outputs
     (BF16, 16, 8, 72),
     (BF16, 60, 264, 200),  # 5 tiles of 4 steps
     (BF16, 64, 64, 64),
+    (BF16, 128, 72, 72),
 ]
 LARGE_GATES = [
     (1, 14336, 4096),
@@ -261,5 +262,7 @@ def test_what_it_was_not_told_of_is_refused(hopper) -> None:
         case.linear(hopper.stream, case.x, case.weight.clone(), None, out)
     with pytest.raises(ShapeMismatch, match="64 outputs"):
         case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous())
+    with pytest.raises(ShapeMismatch, match="halves of 12 rows"):
+        case.linear.keep(case.weight[:24], gate=True)
     with pytest.raises(ShapeMismatch, match="64 outputs"):  # a matrix that is no gate's
         case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous(), gate=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.step_graphs import RETRY_S, GraphSize, Kind, StepGraphs, ladder, step_sizes
+from model.step_graphs import RETRY_S, GraphSize, Kind, StepGraphs, kind_of, ladder, step_sizes
 
 
 class Graphs:
@@ -135,6 +135,40 @@ def test_prompts_alone_take_a_graph_without_decodes_where_that_is_no_larger() ->
     assert graphs.find(Kind.PROMPT, 200, 3) == GraphSize(Kind.PROMPT, 256, 8)
     assert graphs.find(Kind.PROMPT, 150, 9) == GraphSize(Kind.MIXED, 160, 64)
     assert graphs.find(Kind.PROMPT, 4, 4) == GraphSize(Kind.PROMPT, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "wanted"),
+    [
+        (150, 9, GraphSize(Kind.MIXED, 160, 64)),
+        (1024, 3, GraphSize(Kind.MIXED, 1024, 8, least_tokens=960)),
+        (150, 3, GraphSize(Kind.PROMPT, 160, 8)),
+    ],
+)
+def test_what_prompts_alone_missed_is_captured_first_also_where_it_is_a_mixed_one(tokens, sequences, wanted) -> None:
+    graphs = Graphs(ladder(max_running=256, max_tokens=4000, reads_shared=True))
+    graphs.find(Kind.PROMPT, tokens, sequences)
+    graphs.graphs.capture_next()
+    assert graphs.later == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("decodes", "masked", "shared", "kind"),
+    [
+        (3, False, False, Kind.DECODE),
+        (3, False, True, Kind.SHARED),
+        (3, True, True, Kind.LOGITS),
+        (2, False, False, Kind.MIXED),
+        (2, False, True, Kind.MIXED),
+        (1, True, False, Kind.MIXED_LOGITS),
+        (0, True, False, Kind.MIXED_LOGITS),
+        (0, False, False, Kind.PROMPT),
+    ],
+)
+def test_the_kind_of_a_step_of_three_sequences(decodes, masked, shared, kind) -> None:
+    assert kind_of(decodes=decodes, sequences=3, is_masked=masked, reads_shared=shared) is kind
+    assert kind.decodes >= (decodes > 0)
+    assert kind.prefills == (decodes < 3)
 
 
 def test_what_a_step_missed_is_captured_first() -> None:

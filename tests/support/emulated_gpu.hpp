@@ -151,6 +151,7 @@ struct Fiber {
 struct Block {
   int alive, arrived, vote, result;
   u32 generation = 0;
+  bool has_allowed = false, has_waited = false;  // of the kernels behind and in front
 };
 
 static std::vector<Fiber> fibers;
@@ -181,7 +182,8 @@ inline void thread_main() {
   entry(entry_argument);
   fibers[current].done = true;
   --alive;
-  --blocks[block].alive;
+  const Block& mine = blocks[block];
+  if (--blocks[block].alive == 0 && mine.has_allowed && !mine.has_waited) fail("the kernel behind may overtake that in front");
   if (fibers[current].cluster_turn == cluster_generation) {
     --cluster_missing;
     cluster_opens();
@@ -578,8 +580,8 @@ inline void cluster_arrive() {}
 inline void cluster_wait() { __syncthreads(); }
 template <class T> T* of_block(T* p, int) { return p; }
 #endif
-inline void allow_next_kernel() {}
-inline void wait_for_previous_kernel() {}
+inline void allow_next_kernel() { emulator::blocks[emulator::block].has_allowed = true; }
+inline void wait_for_previous_kernel() { emulator::blocks[emulator::block].has_waited = true; }
 #ifdef HOPPER
 inline void barrier_init(u32 barrier, u32 arrivals) {
   emulator::barriers.push_back(new emulator::Barrier{emulator::block, barrier, (int)arrivals, (int)arrivals, 0, 0, 0, {}});
