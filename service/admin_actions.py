@@ -33,7 +33,7 @@ def action(path: str) -> Handler:
         query_of(request, ())
         front_end = request.app[FRONT_END]
         model = front_end.loaded()
-        body = await read_body(request, BODIES[path])
+        body = await read_body(request, BODIES[path], may_be_empty=True)
         if isinstance(body, Prefix) and body.messages is not None:
             chat = TokenizeBody(messages=body.messages, add_generation_prompt=False)
             prompt = await chat_prompt(chat, model, body.tenant)

@@ -30,13 +30,14 @@ log = structlog.get_logger("pagewalk.http")
 B = TypeVar("B", bound=Body)
 
 
-async def read_body(request: web.Request, kind: type[B]) -> B:
+async def read_body(request: web.Request, kind: type[B], *, may_be_empty: bool = False) -> B:
     """The checked body. Raises BadRequest, NotImplementedYet, PayloadTooLarge or UnsupportedMediaType.
 
-    A body over the limit is refused as soon as its length is known: at once if it is declared, else when the limit has
-    been read.
+    may_be_empty: nothing, of whatever type, is an object without fields. A body over the limit is refused as soon as
+    its length is known: at once if it is declared, else when the limit has been read.
     """
-    _check_content_type(request)
+    if request.can_read_body or not may_be_empty:
+        _check_content_type(request)
     settings = request.app[FRONT_END].settings
     check_length(request, settings.body_limit_bytes)
     try:
@@ -48,6 +49,8 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         raise PayloadTooLarge(f"The body has more than {settings.body_limit_bytes} bytes, the limit.") from None
     except web.RequestPayloadError:
         raise BadRequest("The body cannot be read: its transfer encoding is broken.") from None
+    if may_be_empty and not raw:
+        raw = b"{}"
     body, ignored = await _decoded(raw, kind, request.app[FRONT_END])
     if ignored:
         request[IGNORED] = ignored

@@ -11,6 +11,7 @@ import re
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from service.errors import BadRequest, quoted
 from service.schema import Body
@@ -78,6 +79,8 @@ _WORDS = {
     "bool": "boolean",
 }  # not Python's names
 _PART_KIND = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
+_ENUM = "Invalid enum value "
+_STEP = re.compile(r"\.([A-Za-z0-9_]+)|\[[^\]]*\]")  # of a path: a field, or an item
 
 
 def _refusal(message: str, kind: type[Body]) -> BadRequest:
@@ -94,7 +97,52 @@ def _refusal(message: str, kind: type[Body]) -> BadRequest:
         words = _TYPES.sub(lambda kinds: " or ".join(_WORDS.get(kind, kind) for kind in kinds[1].split(" | ")), words)
     if ".content[" in path and (part := _PART_KIND.fullmatch(words)):
         words = f"content parts of type {quoted(part[1])} are not served, only text"
+    elif words.startswith(_ENUM) and (values := _values_at(kind, path)):
+        words = f"{words}, not one of {', '.join(values)}"
     return BadRequest(f"{quoted(words)}{where}", param=param)
+
+
+def _values_at(kind: type[Body], path: str) -> list[str]:
+    """The values that a field of few may have; none if the path does not end at such a one."""
+    types = [_type_info(kind)]
+    for step in _STEP.finditer(path):
+        types = [below for each in _alternatives(types) for below in _below(each, step[1])]
+    values: set[str] = set()
+    for each in _alternatives(types):
+        if isinstance(each, inspect.LiteralType):
+            values |= {str(value) for value in each.values}
+        elif isinstance(each, inspect.IntType | inspect.FloatType):
+            return []  # or any number
+    return sorted(values)
+
+
+_type_info = functools.cache(inspect.type_info)
+
+
+def _alternatives(types: list[inspect.Type]) -> list[inspect.Type]:
+    """Without unions and notes."""
+    found: list[inspect.Type] = []
+    for each in types:
+        match each:
+            case inspect.UnionType(inner):
+                found += _alternatives(list(inner))
+            case inspect.Metadata(inner):
+                found += _alternatives([inner])
+            case _:
+                found.append(each)
+    return found
+
+
+def _below(kind: inspect.Type, name: str | None) -> list[inspect.Type]:
+    """Of a field, or of an item where `name` is None."""
+    match kind:
+        case inspect.StructType():
+            return [field.type for field in kind.fields if field.encode_name == name]
+        case inspect.ListType():
+            return [kind.item_type]
+        case inspect.DictType():
+            return [kind.value_type]
+    return []
 
 
 def _unknown_field(name: str, where: str, param: str | None, kind: type[Body]) -> BadRequest:

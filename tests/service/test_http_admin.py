@@ -200,6 +200,18 @@ async def test_a_running_sequence_is_paused_resumed_and_aborted(house: RealHouse
     assert (await post(house, "sequences/mine/abort", {}))[0] == 404
 
 
+async def test_an_action_may_come_without_a_body(house: RealHouse) -> None:
+    """As `curl -X POST` sends it. What needs fields says which."""
+    url = f"http://127.0.0.1:{house.server.admin_port}/admin/v1/"
+    body = {"prompt": [5, 6, 7], "max_tokens": 190, "ignore_eos": True, "stream": True, "request_id": "mine"}
+    async with house.session.post(house.url + "/v1/completions", json=body) as response:
+        await response.content.readline()
+        async with house.session.post(url + "sequences/mine/abort") as done:
+            assert (await done.json())["after"]["state"] == "ended"
+        async with house.session.post(url + "page_cache/drop") as refused:
+            assert (refused.status, "`level`" in (await refused.json())["error"]["message"]) == (400, True)
+
+
 async def test_a_chat_s_beginning_is_pinned(house: RealHouse) -> None:
     messages = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 6}]
     await house.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
