@@ -4,6 +4,7 @@ throughput, latency, steady,
 gaps                          the engine without HTTP (bench/offline.py)
 start                         how long a server takes until it is ready
 serve                         the whole server under load over HTTP
+first-token                   requests one at a time, servers of several checkouts turn about
 front-end                     what a front end costs, with an engine that computes nothing
 kernels                       the CUDA kernels alone
 thin                          the products of few rows, beside cuBLAS
@@ -19,7 +20,20 @@ import importlib
 import sys
 
 OFFLINE = ("throughput", "latency", "steady", "gaps")
-MODULES = ("start", "serve", "front-end", "kernels", "thin", "swap", "peers", "cpu", "mm", "long_run", "simulate")
+MODULES = (
+    "start",
+    "serve",
+    "first-token",
+    "front-end",
+    "kernels",
+    "thin",
+    "swap",
+    "peers",
+    "cpu",
+    "mm",
+    "long_run",
+    "simulate",
+)
 
 
 def main(arguments: list[str]) -> int:
