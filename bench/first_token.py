@@ -13,9 +13,7 @@ token: a line each, and one of JSON last. A checkout may be given twice, for the
 import argparse
 import gc
 import json
-import os
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,13 +91,11 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=20.0, help="seconds between the start and the first request")
     parser.add_argument("flags", nargs="*", help="for each server, behind --")
     chosen = parser.parse_args()
-    packages = os.pathsep.join(sys.path)
     with ExitStack() as stack:
         model = stack.enter_context(shape_folder(chosen.shape))
         flags, urls = ["--model", str(model), *RANDOM_WEIGHTS, *MEMORY, *chosen.flags], {}
         for label, tree in trees_of(chosen.tree or ["."]).items():
-            paths = f"{tree}{os.pathsep}{packages}"
-            urls[label] = stack.enter_context(serving(flags, {"PYTHONPATH": paths}))
+            urls[label] = stack.enter_context(serving(flags, tree=tree))
         time.sleep(chosen.settle)
         found = uvloop.run(measure(urls, SHAPES[chosen.shape]["vocab_size"], chosen))
     lines = []

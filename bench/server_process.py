@@ -6,24 +6,29 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 NAME = "bench"
 """What clients call the model."""
 
 
 @contextmanager
-def serving(flags: Sequence[str], variables: Mapping[str, str] | None = None) -> Iterator[str]:
+def serving(
+    flags: Sequence[str], variables: Mapping[str, str] | None = None, *, tree: Path | None = None
+) -> Iterator[str]:
     """A server on a free port. Yields its base URL when it is ready. Its errors go where ours go.
 
-    variables: of the environment, beside ours.
+    variables: of the environment, beside ours. tree: the checkout that it is of; None: this one.
     """
     ports = ["--port", "0", "--admin-port", "0"]
     command = [
         *(sys.executable, "-P", "-m", "service", "serve", "--served-model-name", NAME, *ports),
         *("--log-level", "warning", *flags),
     ]
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109 - text, as sys.path has it
-    env = {**os.environ, "PYTHONPATH": paths, **(variables or {})}
+    paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - text, as sys.path has it
+    if tree is not None:
+        paths.insert(0, str(tree))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

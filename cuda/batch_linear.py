@@ -18,7 +18,6 @@ from cuda.tensors import check_tensor, element_of
 TILE, STEP = 128, 64  # weight rows and numbers of K that a box has
 ROW_BYTES = 2 * STEP
 SHARED_BYTES = 225 * 1024  # of a block at most, beside its barriers
-MOST_STAGES = 12
 LEAST_STEPS = 4  # of a part of K
 
 TOKENS = (16, 32, 48, 64, 80, 96, 128)
@@ -27,7 +26,7 @@ TOKENS = (16, 32, 48, 64, 80, 96, 128)
 
 def stages_of(tokens: int) -> int:
     """How many stages a block's ring has."""
-    return min(MOST_STAGES, (SHARED_BYTES - 1024) // _stage_bytes(tokens))
+    return (SHARED_BYTES - 1024) // _stage_bytes(tokens)
 
 
 def _stage_bytes(tokens: int) -> int:
@@ -41,7 +40,7 @@ class _Matrix:
     rows: int
     columns: int
     maps: dict[int, int]  # rows of a box -> address
-    is_gate: bool = False
+    is_gate: bool
 
 
 class BatchLinear:

@@ -67,10 +67,10 @@ __device__ __forceinline__ int begin_of(int block, int blocks, int tiles, int st
 template <class E, int TOKENS, int STAGES, bool GATE>
 __global__ void __launch_bounds__(COMPUTING + 32, 1) batch_linear(
     const void* weight_map, const void* x_map, const E* bias, E* out, float4* parts, int M, int N, int K, int splits) {
-  constexpr int GROUPS = TOKENS / 8;
-  constexpr int STAGE = (TILE + TOKENS) * ROW;
+  constexpr int STAGE = (TILE + TOKENS) * ROW, GROUPS = TOKENS / 8;
   constexpr int OUTPUTS = GATE ? TILE / 2 : TILE;  // of a tile
-  DYNAMIC_SHARED(shared);                        // [STAGES] stages, multiples of 1024
+  static_assert(GROUPS % 2 == 0, "groups are stored in twos");
+  DYNAMIC_SHARED(shared);  // [STAGES] stages, multiples of 1024
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   allow_next_kernel();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -23,8 +23,8 @@
 //   work, work_count       from prefill_plan
 //   pieces                 likewise: how items are cut that few blocks would be left with
 //   parts [grid, 256, D / 2 + 4] float32: workspace, what the threads have of items that are cut
-//   counters [2 + 8 grid] u32  0 before and after: items taken beside the first ones, blocks that have seen the end; then of each piece's part
-//                          and warp, whether it is there
+//   counters [2 + 8 grid] u32  0 before and after: items taken beside the first ones, blocks that have seen the end; then
+//                          of each piece's part and warp, whether it is there
 //   the rest               as for paged_prefill
 // shared_prefix: the same for decoding sequences that begin with the same frames. Their tokens are the rows, every row
 // sees every key, and what comes out is a part, for paged_decode to go on from. Cascade inference (Juravsky 2024).
