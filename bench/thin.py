@@ -42,7 +42,7 @@ class Matrix:
     thin: Launch | None
     product: Launch  # cuBLAS alone
     plain: Launch  # cuBLAS, and what the thin kernel does besides
-    batch: Launch | None = None  # batch_linear, and the norm in front of it
+    batch: Launch | None = None  # batch_linear, and the norm in front of it, which adds up its parts
 
     @property
     def size_bytes(self) -> int:
@@ -55,6 +55,7 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
     hidden, width, head_dim = c["hidden_size"], c["intermediate_size"], c.get("head_dim", 0)
     heads, kv_heads, vocabulary = c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
     head_dim = head_dim or hidden // heads
+    qkv = (heads + 2 * kv_heads) * head_dim
     work, more = ThinWorkspace("cuda"), {"rows": ROW_CLASSES[-1]}
     normed = {"epsilon": EPSILON, **more}
 
@@ -67,13 +68,16 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
 
     batch: BatchLinear | None = None
     if rows <= TOKENS[-1] and BatchLinear.is_possible(loader, DTYPE):
-        batch = BatchLinear(loader, DTYPE, "cuda", weights=4 * 8 * c["num_hidden_layers"], inputs=3)
+        batch = BatchLinear(
+            loader, DTYPE, "cuda", weights=4 * 8 * c["num_hidden_layers"], inputs=3, outputs=max(qkv, hidden)
+        )
     has_thin = rows <= ROW_CLASSES[-1]
     stream_x, other, scale = numbers(rows, hidden), numbers(rows, hidden), numbers(hidden)
     squares = torch.ones(rows, squares_of(hidden), device="cuda")
     norm, silu = RmsNorm(loader, DTYPE, hidden, EPSILON), SiluMul(loader, DTYPE, width)
     picks = torch.arange(rows, dtype=torch.int32, device="cuda")
 
+    before: list[Tensor] = []  # parts that the product before a norm gives
     if batch is not None:
         batch.keep_input(stream_x)
 
@@ -90,9 +94,14 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
 
         def run(stream: int, weight: Tensor) -> None:
             if x is stream_x:
-                norm(stream, x, other, scale, x)
-            batch(stream, x, weight, None, out, gate=gate)
+                norm(stream, before[0], other, scale, x)
+            if gate:
+                batch.gated(stream, x, weight, None, out)
+            else:
+                batch.product(stream, x, weight, None)
 
+        if not gate and x is not stream_x:  # what the norm adds up lies where it always will
+            before.append(batch.product(torch.cuda.current_stream().cuda_stream, x, every[0], None))
         return run
 
     def with_norm(out: Tensor, stream: int, weight: Tensor) -> None:
@@ -150,7 +159,6 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
 
         return Matrix("head", weights(vocabulary, hidden), run if has_thin else None, plain, plain)
 
-    qkv = (heads + 2 * kv_heads) * head_dim
     return [project("qkv", qkv), add("o", heads * head_dim), gate(), add("down", width), head()]
 
 

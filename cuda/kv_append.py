@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cuda.frames import FramePool
 from cuda.launch import KernelLoader, KernelSpec
-from cuda.tensors import check_rows, check_tensor, element_of
+from cuda.tensors import check_parts, check_rows, check_tensor, element_of
 
 THREADS = 256
 
@@ -28,7 +28,7 @@ class KvAppend:
         self._heads_per_block = THREADS * 2 * 16 // layout.dtype.itemsize // layout.head_dim
         instance = f"kv_append<{element_of(layout.dtype)}, {layout.head_dim}>"
         (self._kernel,) = loader.load(
-            "kv_append.cu", [KernelSpec(instance, "PPPPPPPPPPPiiiiqqqf", THREADS, overlap=True)]
+            "kv_append.cu", [KernelSpec(instance, "PPPPPPPPPPPiiiiiqqqf", THREADS, overlap=True)]
         )
 
     def __call__(
@@ -45,13 +45,18 @@ class KvAppend:
     ) -> None:
         """Rotate the queries of T tokens into q_out, write their keys and values of `layer` into the pool.
 
-        qkv (T, (H + 2 KH) D); q_out (T, H D), may be the queries' own columns of qkv; norms: weights (D,) of the
+        qkv (T, (H + 2 KH) D), or what gives it in sum, (P, T, (H + 2 KH) D) float32; q_out (T, H D), may be the
+        queries' own columns of a qkv that is no sum; norms: weights (D,) of the
         queries' and the keys' norm, or None; rows, positions (T,) int32, row -1: padding, nothing of it is touched;
         page_tables (R, P) int32; failed (R,) int32: set to 1 for a row with a number that is not finite, or a page that
         is not there.
         """
-        layout, tokens = self.pool.layout, len(qkv)
-        qkv_stride = check_rows("qkv", qkv, self.heads * layout.head_dim, layout.dtype)
+        layout, tokens, width = self.pool.layout, qkv.shape[-2], self.heads * self.pool.layout.head_dim
+        parts, qkv_stride = 0, width
+        if qkv.dim() == 3:
+            parts = check_parts("qkv", qkv, width, layout.dtype)
+        else:
+            qkv_stride = check_rows("qkv", qkv, width, layout.dtype)
         q_stride = check_rows("q_out", q_out, self.query_heads * layout.head_dim, layout.dtype)
         check_tensor("rows", rows, (tokens,), torch.int32)
         check_tensor("positions", positions, (tokens,), torch.int32)
@@ -66,6 +71,6 @@ class KvAppend:
         self._kernel.launch(
             stream, grid, qkv, q_out, q_weight, k_weight, self._cosines, self._sines,
             rows, positions, page_tables, self.pool.layer_address(layer), failed,
-            tokens, self.query_heads, layout.kv_heads, page_tables.shape[1], qkv_stride, q_stride, layout.frame_bytes,
-            self.epsilon,
+            tokens, self.query_heads, layout.kv_heads, page_tables.shape[1], parts, qkv_stride, q_stride,
+            layout.frame_bytes, self.epsilon,
         )  # fmt: skip

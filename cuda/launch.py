@@ -42,7 +42,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREA
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTION_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_PROMOTION_NONE, _PROMOTION_256B = 0, 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,17 @@ class KernelLoader(Protocol):
         """The kernels of kernels/`file`, in the order of `specs`."""
         ...
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
+    def tensor_map(
+        self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False, is_shared: bool = False
+    ) -> bytes:
         """What `box_copy` finds a matrix (R, C) of 16-bit numbers by: TENSOR_MAP_BYTES that must lie on the device, at
         a multiple of 64.
 
         The matrix is contiguous; its address, and the bytes of a row, are multiples of 16. Boxes have at most 256 rows
         and 64 columns, 128 bytes by which they are swizzled; what of them lies outside the matrix is zeros.
         interleaved, for `box_copy_interleaved`: a box has 8 rows of the matrix's first half, then the 8 of the second
-        that belong to them, and so on; R and `box_rows` are multiples of 16. Raises DriverError for what the driver
-        refuses.
+        that belong to them, and so on; R and `box_rows` are multiples of 16. is_shared: several blocks read the same
+        boxes, so what lies beside one comes into the L2 with it. Raises DriverError for what the driver refuses.
         """
         ...
 
@@ -279,7 +281,9 @@ class DeviceLoader:
         self._awaited += awaited
         return list(awaited)
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
+    def tensor_map(
+        self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False, is_shared: bool = False
+    ) -> bytes:
         rows, columns = matrix.shape
         pitch = columns * matrix.element_size()
         sizes, pitches, box = [columns, rows], [pitch], [box_columns, box_rows]
@@ -300,7 +304,7 @@ class DeviceLoader:
             (ctypes.c_uint32 * dimensions)(*[1] * dimensions),
             0,  # not interleaved in the driver's sense
             _SWIZZLE_128B,
-            _PROMOTION_256B,
+            _PROMOTION_256B if is_shared else _PROMOTION_NONE,
             0,  # zeros outside
         )
         check(code, f"tensor map of {rows} x {columns}, boxes of {box_rows} x {box_columns}")

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from cuda.errors import UnsupportedDevice
 from cuda.launch import KernelLoader, KernelSpec
-from cuda.tensors import check_tensor, element_of
+from cuda.tensors import check_parts, check_tensor, element_of
 
-MAX_THREADS = 1024
+MAX_THREADS = 512  # a thread may have 128 registers
 
 
 class RmsNorm:
@@ -22,29 +22,20 @@ class RmsNorm:
             )
         self.dtype, self.width, self.epsilon = dtype, width, epsilon
         threads = -(-width // (chunk * per_thread) // 32) * 32
-        spec = KernelSpec(f"rms_norm<{element_of(dtype)}, {per_thread}>", "PPPPif", threads, overlap=True)
+        spec = KernelSpec(f"rms_norm<{element_of(dtype)}, {per_thread}>", "PPPPiif", threads, overlap=True)
         (self._kernel,) = loader.load("rms_norm.cu", [spec])
 
     def __call__(self, stream: int, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor) -> None:
         """out = weight * sum / rms(sum), where sum = x + residual replaces residual (or is x, without one).
 
-        x, residual, out (T, width), weight (width,). out may be x. float32 inside; the sum and the result are each
-        rounded once.
+        x, residual, out (T, width), weight (width,). x may be what gives it in sum, (P, T, width) float32; if not, out
+        may be x. float32 inside; the sum and the result are each rounded once.
         """
-        check_tensor("x", x, (None, self.width), self.dtype)
-        check_tensor("out", out, (len(x), self.width), self.dtype)
+        parts = check_parts("x", x, self.width, self.dtype)
+        tokens = x.shape[-2]
+        check_tensor("out", out, (tokens, self.width), self.dtype)
         check_tensor("weight", weight, (self.width,), self.dtype)
         if residual is not None:
-            check_tensor("residual", residual, (len(x), self.width), self.dtype)
-        if len(x):
-            residual_pointer = 0 if residual is None else residual
-            self._kernel.launch(
-                stream,
-                len(x),
-                x,
-                residual_pointer,
-                weight,
-                out,
-                self.width,
-                self.epsilon,
-            )
+            check_tensor("residual", residual, (tokens, self.width), self.dtype)
+        if tokens:
+            self._kernel.launch(stream, tokens, x, residual, weight, out, self.width, parts, self.epsilon)

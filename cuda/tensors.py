@@ -51,3 +51,15 @@ def check_rows(name: str, tensor: Tensor, width: int, dtype: torch.dtype) -> int
     if tensor.data_ptr() % 16 or step_bytes % 16:
         raise ShapeMismatch(f"{name}: rows must begin at multiples of 16 bytes; they begin every {step_bytes} bytes")
     return stride
+
+
+def check_parts(name: str, tensor: Tensor, width: int, dtype: torch.dtype) -> int:
+    """What `load_summed` is told of a tensor: 0 for (T, width) of `dtype`; P for (P, T, width) float32, parts of a sum.
+
+    Raises ShapeMismatch unless it is contiguous and one of the two.
+    """
+    if tensor.dim() == 3:
+        check_tensor(name, tensor, (None, None, width), torch.float32)
+        return len(tensor)
+    check_tensor(name, tensor, (None, width), dtype)
+    return 0

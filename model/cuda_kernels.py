@@ -104,7 +104,10 @@ class CudaKernels(Kernels[CudaStep]):
         self._batch: BatchLinear | None = None
         if takes_batches:
             inputs = (self._normed, self._mixed, self._gated, self._last_mixed)
-            self._batch = BatchLinear(loader, dtype, device, weights=4 * config.layers, inputs=len(inputs))
+            outputs = max(config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim)
+            self._batch = BatchLinear(
+                loader, dtype, device, weights=4 * config.layers, inputs=len(inputs), outputs=outputs
+            )
             for each in inputs:
                 self._batch.keep_input(each)
 
@@ -155,16 +158,16 @@ class CudaKernels(Kernels[CudaStep]):
         return torch.index_select(embedding, 0, self._state.token_ids[: step.tokens], out=out)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        out = self._products[linear.weight.shape[0]][: len(x)]
+        """Or (P, T, outputs) float32, which give it in sum: what `rms_norm` and `append` take, too."""
         if (batch := self._batch_for(len(x))) is not None:
-            batch(self._stream, x, linear.weight, linear.bias, out)
-            return out
+            return batch.product(self._stream, x, linear.weight, linear.bias)
+        out = self._products[linear.weight.shape[0]][: len(x)]
         if linear.bias is None:
             return torch.mm(x, linear.weight.t(), out=out)
         return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out = self._normed[: len(x)]
+        out = self._normed[: x.shape[-2]]
         self._norm(self._stream, x, residual, weight, out)
         return out, x if residual is None else residual  # the kernel adds x to the residual in place
 
@@ -217,7 +220,7 @@ class CudaKernels(Kernels[CudaStep]):
         if (batch := self._batch_for(len(x))) is None:
             return super().gated(x, gate_up)
         out = self._gated[: len(x)]
-        batch(self._stream, x, gate_up.weight, gate_up.bias, out, gate=True)
+        batch.gated(self._stream, x, gate_up.weight, gate_up.bias, out)
         return out
 
     def queries(

@@ -46,7 +46,7 @@ UPLOADED_CHANGES = 1 << 16
 once: then they go ahead, by an ordinary copy."""
 
 RESERVE_BYTES = 1 << 30
-"""Left free for cuBLAS workspaces, those of ThinLayers (some 20 MB), graphs and the driver."""
+"""Left free for cuBLAS workspaces, those of ThinLayers and BatchLinear (some 20 MB each), graphs and the driver."""
 
 log = logging.getLogger("pagewalk.executor")
 

@@ -38,7 +38,7 @@ class Kernels(Protocol[Step]):
         ...
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """(T, inputs) -> (T, outputs)."""
+        """(T, inputs) -> (T, outputs), or whatever of it this implementation's `rms_norm` and `append` take."""
         ...
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:

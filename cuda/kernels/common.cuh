@@ -74,6 +74,45 @@ template <class E> __device__ __forceinline__ uint4 pack_chunk(const float (&x)[
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
+// The chunks from at[...] on of the sum of PARTS float32 arrays that lie `stride` numbers apart, added to x. All are asked
+// for before the first is added
+template <class E, int PARTS, int COUNT>
+__device__ __forceinline__ void add_parts(
+    const float* p, const i64 (&at)[COUNT], i64 stride, float (&x)[COUNT][CHUNK<E>]) {
+  constexpr int WORDS = CHUNK<E> / 4;
+  uint4 raw[PARTS][COUNT][WORDS];
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int i = 0; i < COUNT * WORDS; ++i) {
+      raw[part][i / WORDS][i % WORDS] = load_ordered((const uint4*)(p + part * stride + at[i / WORDS] + i % WORDS * 4));
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int i = 0; i < COUNT * WORDS; ++i) {
+      const uint4& v = raw[part][i / WORDS][i % WORDS];
+      float* const sum = x[i / WORDS] + i % WORDS * 4;
+      sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+      sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+    }
+  }
+}
+// The chunks from at[...] on of numbers of E, or (parts > 0) of such a sum. Not hoisted above wait_for_previous_kernel()
+template <class E, int COUNT>
+__device__ __forceinline__ void load_summed(
+    const void* p, const i64 (&at)[COUNT], int parts, i64 stride, float (&x)[COUNT][CHUNK<E>]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if (parts == 0) unpack_chunk<E>(load_ordered((const uint4*)((const E*)p + at[i])), x[i]);
+    else for (int k = 0; k < CHUNK<E>; ++k) x[i][k] = 0.f;
+  }
+  const float* rest = (const float*)p;
+  constexpr int AT_ONCE = COUNT >= 4 ? 1 : 4 / COUNT;
+  for (; parts >= AT_ONCE; parts -= AT_ONCE, rest += AT_ONCE * stride) add_parts<E, AT_ONCE>(rest, at, stride, x);
+  for (; parts > 0; --parts, rest += stride) add_parts<E, 1>(rest, at, stride, x);
+}
 template <class E> __device__ __forceinline__ float round_to(float x) {  // what storing x as E and loading it gives
   if constexpr (sizeof(E) == 4) return x;
   else return unpack2<E>(pack2<E>(x, 0.f)).x;

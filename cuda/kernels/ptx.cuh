@@ -221,6 +221,8 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+// Between seeing what others wrote to global memory, and a bulk copy of it
+__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -17,7 +17,7 @@ from cuda.rms_norm import RmsNorm
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ROUNDED = {BF16: 2**-8, FP16: 2**-11}  # of a number; sums are float32
-SUMS = 2**-18  # of the largest
+SUMS = 2**-17  # of the largest
 
 
 def large(*values: object) -> object:
@@ -28,7 +28,8 @@ def large(*values: object) -> object:
 CASES = [  # dtype, tokens, outputs, inputs. Tiles have 128 outputs, steps 64 inputs
     (BF16, 1, 8, 8),
     (BF16, 9, 264, 200),
-    (BF16, 20, 600, 296),  # 5 tiles of 5 steps for 3 blocks: two tiles begin in one and end in the next
+    (BF16, 20, 600, 296),  # 5 tiles for 3 blocks
+    (BF16, 20, 248, 768),  # K divided by 3, two pieces a block
     (BF16, 64, 512, 328),
     (BF16, 80, 384, 72),
     (BF16, 79, 520, 136),
@@ -39,7 +40,7 @@ CASES = [  # dtype, tokens, outputs, inputs. Tiles have 128 outputs, steps 64 in
     (FP16, 9, 136, 72),
     (BF16, 128, 264, 328),
 ]
-LARGE_CASES = [  # tokens, outputs, inputs: K divided by 2 and 4; ragged ones; more tiles than blocks
+LARGE_CASES = [  # tokens, outputs, inputs: K divided by 2, 4 and 16; ragged ones; more tiles than blocks
     (1, 4096, 4096),
     (9, 6144, 4096),
     (17, 1024, 8192),
@@ -54,7 +55,8 @@ LARGE_CASES = [  # tokens, outputs, inputs: K divided by 2 and 4; ragged ones; m
 GATES = [  # of which each tile has 64 outputs
     (BF16, 1, 200, 136),  # 4 tiles of 3 steps
     (BF16, 16, 8, 72),
-    (BF16, 60, 264, 200),  # 5 tiles of 4 steps
+    (BF16, 60, 264, 200),  # 5 tiles of 4 steps: two begin in one block and end in the next
+    (BF16, 9, 200, 704),  # ... with rings that go round
     (BF16, 64, 64, 64),
     (BF16, 128, 72, 72),
 ]
@@ -109,18 +111,26 @@ class Case:
         self.x = self.buffer[:tokens]
         self.weight = random(outputs, inputs, scale=inputs**-0.5)
         self.bias = random(outputs) if bias else None
-        self.linear = BatchLinear(device.loader, dtype, device.name, weights=1, inputs=1)
+        self.linear = BatchLinear(device.loader, dtype, device.name, weights=1, inputs=2, outputs=outputs)
         self.linear.keep(self.weight, gate=gate)
         self.linear.keep_input(self.buffer)
 
     def run(self, tokens: int, outputs: int, *, gate: bool) -> torch.Tensor:
-        out = torch.full((tokens + 160, outputs), 7.0, dtype=self.dtype, device=self.device.name)
-        out[:tokens] = torch.nan
-        self.linear(self.device.stream, self.buffer[:tokens], self.weight, self.bias, out[:tokens], gate=gate)
+        """The gate's result, or a product: the sum of its parts, float32."""
+        x, weight, bias, stream = self.buffer[:tokens], self.weight, self.bias, self.device.stream
+        memory = self.linear._sums
+        memory.fill_(7.0)
+        self.linear._handed.fill_(torch.nan)
+        if gate:
+            memory = torch.full(((tokens + 160) * outputs,), 7.0, dtype=self.dtype, device=self.device.name)
+            result = memory[: tokens * outputs].view(tokens, outputs)
+            self.linear.gated(stream, x, weight, bias, result)
+        else:
+            result = self.linear.product(stream, x, weight, bias)
         self.device.synchronize()
-        assert (out[tokens:] == 7).all()  # what lies behind is left alone
+        assert (memory[result.numel() :] == 7).all()  # what lies behind is left alone
         assert self.linear.is_at_rest()
-        return out[:tokens]
+        return result if gate else result.sum(0)
 
     def expected(self) -> torch.Tensor:
         product = self.x.double() @ self.weight.double().T
@@ -132,7 +142,7 @@ def check_product(device: Device, dtype: torch.dtype, tokens: int, outputs: int,
     expected = case.expected()
     outs = [case.run(tokens, outputs, gate=False) for _ in range(3)]  # what a launch leaves serves the next
     error = (outs[0].double() - expected).abs()
-    assert (error <= ROUNDED[dtype] * expected.abs() + SUMS * expected.abs().max()).all()
+    assert (error <= SUMS * expected.abs().max()).all()
     assert all(torch.equal(out, outs[0]) for out in outs), "sums depend on who comes first"
 
 
@@ -142,7 +152,7 @@ def check_product(device: Device, dtype: torch.dtype, tokens: int, outputs: int,
     [*CASES, *[large(dtype, *case) for dtype in (BF16, FP16) for case in LARGE_CASES]],
     ids=str,
 )
-def test_a_product_is_as_exact_as_its_rounding(hopper, dtype, tokens, outputs, inputs, bias) -> None:
+def test_a_product_is_as_exact_as_float32(hopper, dtype, tokens, outputs, inputs, bias) -> None:
     check_product(hopper, dtype, tokens, outputs, inputs, bias=bias)
 
 
@@ -190,7 +200,7 @@ def test_what_a_token_gets_depends_on_no_other(hopper, outputs, inputs, gate, si
 
 @pytest.mark.parametrize(("outputs", "inputs", "gate"), [*CUT, *[large(*case) for case in LARGE_CUT]])
 def test_numbers_that_are_none_stay_with_their_token(hopper, outputs, inputs, gate) -> None:
-    """Also where blocks wait for numbers that others hand over."""
+    """Also where a block goes on from numbers that another hands over."""
     case = Case(hopper, BF16, 14, outputs * (2 if gate else 1), inputs, bias=False, gate=gate)
     good = case.run(14, outputs, gate=gate)
     case.x[3] = torch.nan
@@ -212,14 +222,12 @@ def test_products_in_a_graph_see_what_the_kernel_before_wrote(hopper) -> None:
 
     hidden, width = 4096, 14336
     norm = RmsNorm(hopper.loader, BF16, hidden, 1e-5)
-    scale, x, normed, gated, product = (
-        random(hidden, scale=1),
-        *(random(128, n, scale=1) for n in (hidden, hidden, width, hidden)),
-    )
+    scale = random(hidden, scale=1)
+    x, normed, gated = (random(128, n, scale=1) for n in (hidden, hidden, width))
     output, gate_up, down = (
         random(n, k, scale=k**-0.5) for n, k in ((hidden, hidden), (2 * width, hidden), (hidden, width))
     )
-    linear = BatchLinear(hopper.loader, BF16, "cuda", weights=3, inputs=2)
+    linear = BatchLinear(hopper.loader, BF16, "cuda", weights=3, inputs=2, outputs=hidden)
     for weight in (output, gate_up, down):
         linear.keep(weight, gate=weight is gate_up)
     for buffer in (normed, gated):
@@ -227,16 +235,19 @@ def test_products_in_a_graph_see_what_the_kernel_before_wrote(hopper) -> None:
 
     def layers(stream: int, after_each=lambda: None) -> None:
         for tokens in (128, 16, 80, 33):
-            for launch in (
-                lambda n: norm(stream, x[:n], None, scale, normed[:n]),
-                lambda n: linear(stream, normed[:n], output, None, product[:n]),
-                lambda n: norm(stream, product[:n], x[:n], scale, normed[:n]),
-                lambda n: linear(stream, normed[:n], gate_up, None, gated[:n], gate=True),
-                lambda n: linear(stream, gated[:n], down, None, product[:n]),
-                lambda n: norm(stream, product[:n], x[:n], scale, normed[:n]),
-            ):
-                launch(tokens)
-                after_each()
+            rows, other, wide = x[:tokens], normed[:tokens], gated[:tokens]
+            norm(stream, rows, None, scale, other)
+            after_each()
+            parts = linear.product(stream, other, output, None)
+            after_each()
+            norm(stream, parts, rows, scale, other)
+            after_each()
+            linear.gated(stream, other, gate_up, None, wide)
+            after_each()
+            parts = linear.product(stream, wide, down, None)
+            after_each()
+            norm(stream, parts, rows, scale, other)
+            after_each()
 
     first = x.clone()
     layers(hopper.stream, torch.cuda.synchronize)
@@ -255,14 +266,26 @@ def test_products_in_a_graph_see_what_the_kernel_before_wrote(hopper) -> None:
 
 def test_what_it_was_not_told_of_is_refused(hopper) -> None:
     case = Case(hopper, BF16, 8, 128, 64, bias=False)
-    out = torch.empty(8, 128, dtype=BF16, device=hopper.name)
+    product, gated, stream = case.linear.product, case.linear.gated, hopper.stream
+    out = torch.empty(8, 64, dtype=BF16, device=hopper.name)
     with pytest.raises(ShapeMismatch, match="no map"):
-        case.linear(hopper.stream, case.x.clone(), case.weight, None, out)
+        product(stream, case.x.clone(), case.weight, None)
     with pytest.raises(ShapeMismatch, match="no map"):
-        case.linear(hopper.stream, case.x, case.weight.clone(), None, out)
-    with pytest.raises(ShapeMismatch, match="64 outputs"):
-        case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous())
+        product(stream, case.x, case.weight.clone(), None)
+    with pytest.raises(ShapeMismatch, match="matrix of 128 x 64"):
+        product(stream, case.x, case.weight[:64], None)
+    with pytest.raises(ShapeMismatch, match="matrix of 128 x 64"):  # that is no gate's
+        gated(stream, case.x, case.weight, None, out)
+    with pytest.raises(ShapeMismatch, match="x must be"):
+        product(stream, case.x[:, :32], case.weight, None)
+    gate = Case(hopper, BF16, 8, 128, 64, bias=False, gate=True)
+    with pytest.raises(ShapeMismatch, match="out must be"):
+        gate.linear.gated(stream, gate.x, gate.weight, None, out[:4])
+    with pytest.raises(ShapeMismatch, match="bias must be"):
+        product(stream, case.x, case.weight, case.weight[0])
+    many = torch.zeros(129, 64, dtype=BF16, device=hopper.name)
+    case.linear.keep_input(many)
+    with pytest.raises(ShapeMismatch, match="129 x 64"):
+        product(stream, many, case.weight, None)
     with pytest.raises(ShapeMismatch, match="halves of 12 rows"):
         case.linear.keep(case.weight[:24], gate=True)
-    with pytest.raises(ShapeMismatch, match="64 outputs"):  # a matrix that is no gate's
-        case.linear(hopper.stream, case.x, case.weight, None, out[:, :64].contiguous(), gate=True)

@@ -15,7 +15,7 @@ def close(result: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (2, 4096), (1, 8192 + 64)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (2, 4096), (1, 4096 + 64), (1, 8192)])
 def test_rms_norm_adds_the_residual_then_normalizes(device, generator, dtype, rows, width) -> None:
     """The sum replaces the residual, rounded; the result is normalized from what was stored."""
     x, residual = torch.randn(2, rows, width, generator=generator).to(dtype)
@@ -32,6 +32,25 @@ def test_rms_norm_adds_the_residual_then_normalizes(device, generator, dtype, ro
     norm(device.stream, residual, None, weight, residual)  # without a residual, in place
     device.synchronize()
     assert close(residual, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("parts", "rows", "width"), [(1, 3, 64), (2, 1, 576), (4, 2, 4096), (7, 2, 8192 + 64)])
+def test_rms_norm_of_what_comes_in_parts(device, generator, dtype, parts, rows, width) -> None:
+    """Their sum is added to the residual, unrounded; parts of other rows are not."""
+    x = torch.randn(parts, rows, width, generator=generator)
+    residual = torch.randn(rows, width, generator=generator).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    summed = (x.double().sum(0) + residual.double()).to(dtype).double()
+    reference = weight.double() * summed / (summed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    residual, out = residual.to(device.name), torch.full((rows, width), torch.nan, dtype=dtype, device=device.name)
+    norm = RmsNorm(device.loader, dtype, width, 1e-5)
+    norm(device.stream, x.to(device.name), residual, weight.to(device.name), out)
+    device.synchronize()
+    assert close(residual, summed)
+    assert close(out, reference)
+    with pytest.raises(ShapeMismatch, match="x must be"):
+        norm(device.stream, x.to(device.name, dtype), residual, weight.to(device.name), out)
 
 
 def test_rms_norm_refuses_a_view_with_gaps(device) -> None:

@@ -55,13 +55,16 @@ class Setup:
         self.cosines, self.sines = rope_tables(head_dim, 64)
         self.failed = torch.zeros(5, dtype=torch.int32)
 
-    def run(self, norms=None, in_place=False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(queries (7, H, D), failed (5,)), both on the CPU."""
+    def run(self, norms=None, in_place=False, parts=0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(queries (7, H, D), failed (5,)), both on the CPU. parts: qkv comes as so many that give it in sum."""
         name = self.device.name
         append = KvAppend(
             self.device.loader, self.pool, self.heads, self.cosines.to(name), self.sines.to(name), EPSILON
         )
         qkv = self.qkv.to(name, copy=True)
+        if parts:
+            shares = torch.rand(parts, *qkv.shape, generator=self.generator).softmax(0).to(name)
+            qkv = qkv.float() * shares
         width = self.heads * self.head_dim
         q_out = qkv[:, :width] if in_place else torch.full((7, width), float("nan"), dtype=self.dtype, device=name)
         failed = self.failed.to(name, copy=True)
@@ -93,6 +96,22 @@ class Setup:
 
 
 REAL = [0, 2, 3, 4, 5, 6]  # token 1 is padding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_what_comes_in_parts_is_added_up(device, generator, dtype, parts) -> None:
+    """To what it gives as one, but for its last bit."""
+    whole, apart = (Setup(device, torch.Generator().manual_seed(1), dtype, 8, 2, 128) for _ in range(2))
+    norms = tuple(torch.randn(2, 128, generator=generator).to(dtype))
+    (expected, _), (q, failed) = whole.run(norms), apart.run(norms, parts=parts)
+    assert not failed.any()
+    for got, wanted in (
+        (q[REAL], expected[REAL]),
+        *((apart.stored(token)[i], whole.stored(token)[i]) for token in REAL for i in (0, 1)),
+    ):
+        assert (got.double() - wanted.double()).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    assert q[1].isnan().all()
 
 
 SHAPES = [(9, 3, 64), (2, 2, 64), (8, 2, 128), (7, 1, 128)]
@@ -134,6 +153,19 @@ def test_rotates_and_writes(device, generator, dtype, shape, with_norm, in_place
     written = (setup.pool.data[:, 1].cpu() != 0).sum()
     assert written <= len(REAL) * 2 * kv_heads * head_dim
     assert not setup.pool.data[:, 0].any()  # the other layer
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_what_fp16_cannot_hold_is_flagged_also_in_parts(device, generator, parts) -> None:
+    """A sum of 70,000 is infinite as a number of fp16."""
+    setup = Setup(device, generator, torch.float16, 2, 1, 64)
+    setup.qkv = setup.qkv.float()
+    setup.qkv[3, 2 * 64 + 40] = 70000.0
+    if not parts:
+        setup.qkv = setup.qkv.half()
+    _, failed = setup.run(parts=parts)
+    assert failed.tolist() == [0, 0, 0, 1, 0]
+    assert setup.pool.data.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -121,13 +121,13 @@ def test_tokens_of_batches_of_large_matrices_differ_at_near_ties_only(
     config = CONFIGS[name]
     monkeypatch.setattr(thin_layers, "CUBLAS_BYTES", GATE_BYTES - 1)
     monkeypatch.setattr(cuda_kernels, "useful_rows", lambda *_, **__: ROWS)
-    rows, multiply = set[int](), BatchLinear.__call__
+    rows, multiply = set[int](), BatchLinear.product
 
-    def counted(batch: BatchLinear, stream: int, x: torch.Tensor, *more: Any, **gate: bool) -> None:
+    def counted(batch: BatchLinear, stream: int, x: torch.Tensor, *more: Any) -> torch.Tensor:
         rows.add(len(x))
-        multiply(batch, stream, x, *more, **gate)
+        return multiply(batch, stream, x, *more)
 
-    monkeypatch.setattr(BatchLinear, "__call__", counted)
+    monkeypatch.setattr(BatchLinear, "product", counted)
     executor = ProgramExecutor(device, config, torch.bfloat16, is_padded=is_padded)
     everyone = PlanDriver(executor).generate(prompts(), 20, budget=BUDGET // 2, arrive=2)
     assert max(rows) == (BUDGET if is_padded else BUDGET // 2)

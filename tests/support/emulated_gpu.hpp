@@ -31,6 +31,7 @@
 #define __noinline__
 #define __restrict__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared
@@ -478,6 +479,7 @@ template <class V> V load_handed(const V* p) {
 }
 inline float4 load_passing(const float4* p) { return *p; }
 inline void raise_flag(u32* p) { *p = 1; }
+inline void fence_before_bulk() {}
 inline u32 load_flag(const u32* p) {
   while (*p == 0) emulator::yield_until_changed(p, 0);
   return *p;

@@ -99,7 +99,9 @@ class EmulatedLoader:
             assert spec.shared_bytes <= SHARED_BYTES[self.capability], f"{spec.instance}: {spec.shared_bytes} bytes"
         return [EmulatedKernel(partial(self._library, file, spec.instance), spec) for spec in specs]
 
-    def tensor_map(self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False) -> bytes:
+    def tensor_map(
+        self, matrix: Tensor, box_rows: int, box_columns: int, *, interleaved: bool = False, is_shared: bool = False
+    ) -> bytes:
         """emulated_gpu.hpp: TensorMap."""
         rows, columns = matrix.shape
         assert matrix.element_size() == 2, f"tensor map of {matrix.dtype}"
