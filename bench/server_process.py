@@ -29,7 +29,8 @@ def serving(
     if tree is not None:
         paths.insert(0, str(tree))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    # In the checkout: one of before 2026-12-01 compiles kernels by a process that finds its modules there
+    process = subprocess.Popen(command, env=env, cwd=tree, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:

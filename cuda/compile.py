@@ -135,7 +135,7 @@ def build_apart(file: str, instances: Sequence[str], architecture: str, *, cache
     wanted = _Wanted.of(file, instances, architecture, cache_folder)
     paths = [str(KERNELS.parents[1]), os.environ.get("PYTHONPATH", "")]
     ended = subprocess.run(
-        [sys.executable, "-m", "cuda.compile", architecture, file, *instances],
+        [sys.executable, "-P", "-m", "cuda.compile", architecture, file, *instances],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         capture_output=True,
         check=False,

@@ -176,6 +176,15 @@ def test_a_second_build_is_read_from_the_disk(tmp_path, monkeypatch) -> None:
     assert first.code[:4] == b"\x7fELF"
 
 
+def test_what_another_process_builds_is_of_this_checkout(tmp_path, monkeypatch) -> None:
+    """Whatever lies in the folder that the program was started in, such as another checkout."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "__init__.py").write_text("")
+    (tmp_path / "cuda" / "compile.py").write_text("raise SystemExit('the other one')")
+    monkeypatch.chdir(tmp_path)
+    assert build_apart("page_copy.cu", ["page_copy"], "sm_80", cache_folder=tmp_path / "cache").names
+
+
 def test_what_another_process_builds_is_in_the_cache(tmp_path) -> None:
     """The same code as by a build here."""
     wanted = ("page_copy.cu", ["page_copy"], "sm_80")
