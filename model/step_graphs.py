@@ -111,16 +111,18 @@ class Graph(Protocol):
 
 
 def ladder(*, max_running: int, max_tokens: int, reads_shared: bool) -> Iterator[tuple[GraphSize, bool]]:
-    """All sizes, of each kind ascending, and whether each is among the FIRST. Those that weigh come first: they hold
-    the other steps, too.
+    """All sizes, of each kind ascending, and whether each is among the FIRST. Prompts alone come first, since who asks
+    one thing after the other waits for nothing else; those that weigh before others: they hold the other steps, too.
     """
+    token_sizes = [size for size in MIXED_TOKENS if size <= max_tokens]
+    for tokens in token_sizes:
+        yield GraphSize(Kind.PROMPT, tokens, min(MIXED_SEQUENCES[0], tokens, max_running)), False
     kinds = [(Kind.DECODE, DECODE_SIZES)] + ([(Kind.SHARED, SHARED_SIZES)] if reads_shared else [])
     for kind, batches in kinds:
         sizes = _up_to(batches, max_running)
         first = set(_doubling(sizes))
         for size in sizes:
             yield GraphSize(kind, size, size), size in first
-    token_sizes = [size for size in MIXED_TOKENS if size <= max_tokens]
     first = set(_doubling(token_sizes))
     mixed = [(tokens, size) for tokens in token_sizes for size in _up_to(MIXED_SEQUENCES, min(tokens, max_running))]
     for tokens, sequences in mixed:
@@ -129,8 +131,6 @@ def ladder(*, max_running: int, max_tokens: int, reads_shared: bool) -> Iterator
     for tokens in step_sizes(max_tokens)[1:]:
         for sequences in _up_to(MIXED_SEQUENCES, min(tokens, max_running)):
             yield GraphSize(Kind.MIXED, tokens, sequences, least_tokens=math.ceil(LEAST_FULL * tokens)), False
-    for tokens in token_sizes:
-        yield GraphSize(Kind.PROMPT, tokens, min(MIXED_SEQUENCES[0], tokens, max_running)), False
     for kind, batches in kinds:
         for size in _up_to(batches, max_running):
             yield GraphSize(kind, size, size, weighs=False), False
@@ -181,7 +181,7 @@ class StepGraphs:
         self._sizes: dict[tuple[Kind, bool], list[GraphSize]] = {each: [] for each in lists}
         self._graphs: dict[tuple[Kind, bool], dict[GraphSize, Graph]] = {each: {} for each in lists}  # ascending
         self._missing: dict[GraphSize, None] = {}
-        self._missed: GraphSize | None = None  # the latest that a step would have taken
+        self._missed: dict[GraphSize, None] = {}  # that steps would have taken, the latest last
         self._found: dict[tuple[Kind, int, int, bool], Graph | None] = {}  # answers, once no graph is missing
         for size, is_first in list(sizes):
             self._sizes[size.kind, size.weighs].append(size)
@@ -218,8 +218,9 @@ class StepGraphs:
             lists.append((Kind.MIXED, True))
         if self._missing:
             holding = (size for each in lists for size in self._sizes[each] if size.holds(tokens, sequences))
-            if (wanted := next(holding, None)) in self._missing:
-                self._missed = wanted
+            if (wanted := next(holding, None)) is not None and wanted in self._missing:
+                self._missed.pop(wanted, None)
+                self._missed[wanted] = None
         for each in lists:
             graphs = self._graphs[each].items()
             found = next(((size, graph) for size, graph in graphs if size.holds(tokens, sequences)), None)
@@ -230,7 +231,7 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Nothing runs: capture one that is missing. Returns whether more can be."""
         if self._missing and self._may_try:
-            self._capture(self._missed or next(iter(self._missing)))
+            self._capture(next(reversed(self._missed)) if self._missed else next(iter(self._missing)))
         return bool(self._missing) and self._may_try
 
     @property
@@ -239,7 +240,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Let go of all graphs. No more are captured."""
-        self._missing, self._missed, self._found = {}, None, {}
+        self._missing, self._missed, self._found = {}, {}, {}
         for graphs in self._graphs.values():
             graphs.clear()
 
@@ -252,5 +253,4 @@ class StepGraphs:
         known = self._graphs[each] | {size: graph}
         self._graphs[each] = {size: known[size] for size in self._sizes[each] if size in known}
         del self._missing[size]
-        if self._missed == size:
-            self._missed = None
+        self._missed.pop(size, None)

@@ -179,6 +179,26 @@ def test_what_a_step_missed_is_captured_first() -> None:
     assert graphs.find(Kind.MIXED, 150, 3) == GraphSize(Kind.MIXED, 160, 8)
 
 
+def test_all_that_steps_missed_comes_before_the_rest_the_latest_first() -> None:
+    graphs = Graphs()
+    wanted = [GraphSize(Kind.MIXED, 160, 8), GraphSize(Kind.DECODE, 40, 40), GraphSize(Kind.PROMPT, 96, 8)]
+    for size in (*wanted, wanted[1]):
+        graphs.find(size.kind, size.tokens, size.sequences)
+    for _ in range(4):
+        graphs.graphs.capture_next()
+    assert graphs.later == [wanted[1], wanted[2], wanted[0], GraphSize(Kind.PROMPT, 16, 8)]
+
+
+def test_a_start_captures_prompts_alone_before_what_is_not_among_the_first() -> None:
+    """Who asks one thing after the other never leaves an engine idle for so long that the rest is captured."""
+    prompts = {
+        size for size, _ in ladder(max_running=256, max_tokens=512, reads_shared=True) if size.kind is Kind.PROMPT
+    }
+    first = Graphs().at_first
+    graphs = Graphs(seconds=0.005 * (first + len(prompts)))
+    assert set(graphs.captures[first:]) == prompts
+
+
 def test_a_start_goes_on_capturing_for_a_bounded_time() -> None:
     """The first ones in any case; then as many as come in the time."""
     sizes = list(ladder(max_running=256, max_tokens=512, reads_shared=True))
