@@ -14,7 +14,7 @@ Facts = Mapping[str, Any]
 
 def by_name(facts: Facts) -> str:
     """/proc/vmstat: a name and a value a line."""
-    return "".join(f"{name} {value}\n" for name, value in _own(facts).items())
+    return "".join(f"{name} {_word(value)}\n" for name, value in _own(facts).items())
 
 
 def by_path(facts: Facts, path: str = "") -> str:
@@ -22,7 +22,7 @@ def by_path(facts: Facts, path: str = "") -> str:
     lines = []
     for name, value in _own(facts).items():
         within = isinstance(value, Mapping)
-        lines.append(by_path(value, f"{path}{name}.") if within else f"{path}{name} {value}\n")
+        lines.append(by_path(value, f"{path}{name}.") if within else f"{path}{name} {_word(value)}\n")
     return "".join(lines)
 
 
@@ -90,10 +90,15 @@ def table(rows: Sequence[Facts], columns: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: object) -> str:
+def _word(value: object) -> str:
+    """true and false as JSON has them."""
     if value is None or value == "":
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else _word(value)
 
 
 def ps(facts: Facts) -> str:
@@ -207,7 +212,7 @@ def oom_score(facts: Facts) -> str:
 
 def scheduler(facts: Facts) -> str:
     names = ("waiting", "running", "swapped", "max_running", "max_batched_tokens", "has_place")
-    head = "".join(f"{name} {facts[name]}\n" for name in names)
+    head = "".join(f"{name} {_word(facts[name])}\n" for name in names)
     columns = {
         "ID": "id",
         "REASON": "reason",
