@@ -353,7 +353,7 @@ class Mix:
 LIVES = [
     Life("swap", faults=Faults(no_memory=0.1)),
     Life("no-swap", front_ends=0, has_swap=False, faults=Faults(no_memory=0.1)),
-    Life("copies-fail", faults=Faults(no_memory=0.1, copies=0.05)),
+    Life("copies-fail", faults=Faults(no_memory=0.1, copies=0.3)),  # of few: most victims are computed anew
 ]
 
 
