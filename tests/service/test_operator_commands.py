@@ -74,7 +74,7 @@ async def test_each_command_says_what_its_view_does(house: RealHouse, capsys: Ca
     code, out, _ = await said(capsys, "trace", "--event", "allocate", "--limit", "3")
     assert (code, out.count(": allocate: place=")) == (0, 3)
     code, out, _ = await said(capsys, "audit")
-    assert (code, out.startswith("balanced True\n")) == (0, True)
+    assert (code, out.startswith("balanced true\n")) == (0, True)
     code, out, _ = await said(capsys, "ps", "--json")
     assert json.loads(out)["sequences"][0]["request"] == "mine"
     code, out, _ = await said(capsys, "top", "--once", "--interval", "0.2")
@@ -149,7 +149,7 @@ def test_what_does_not_balance_is_told_by_the_exit_code(capsys: Captured, monkey
     facts = {"ts": 0.0, "step": 1, "uptime_s": 1.0, "balanced": False, "discrepancies": ["frame 3: lost"], "total": 9}
     monkeypatch.setattr(AdminClient, "facts", lambda client, view: facts)
     assert main(["audit"]) == 1
-    assert capsys.readouterr().out == "balanced False\ntotal 9\ndiscrepancy frame 3: lost\n"
+    assert capsys.readouterr().out == "balanced false\ntotal 9\ndiscrepancy frame 3: lost\n"
 
 
 async def command(house: RealHouse, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
