@@ -84,23 +84,23 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
     def multiply(x: Tensor, out: Tensor, stream: int, weight: Tensor) -> None:
         torch.mm(x, weight.t(), out=out)
 
-    def batched(every: Tensor, x: Tensor, out: Tensor, *, gate: bool = False) -> Launch | None:
+    def batched(every: Tensor, x: Tensor, gated: Tensor | None = None) -> Launch | None:  # gated: of a gate, its result
         if batch is None:
             return None
         for weight in every:
-            batch.keep(weight, gate=gate)
+            batch.keep(weight, gate=gated is not None)
         if x is not stream_x:
             batch.keep_input(x)
 
         def run(stream: int, weight: Tensor) -> None:
             if x is stream_x:
                 norm(stream, before[0], other, scale, x)
-            if gate:
-                batch.gated(stream, x, weight, None, out)
-            else:
+            if gated is None:
                 batch.product(stream, x, weight, None)
+            else:
+                batch.gated(stream, x, weight, None, gated)
 
-        if not gate and x is not stream_x:  # what the norm adds up lies where it always will
+        if gated is None and x is not stream_x:  # what the norm adds up lies where it always will
             before.append(batch.product(torch.cuda.current_stream().cuda_stream, x, every[0], None))
         return run
 
@@ -116,7 +116,7 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
 
         every = weights(outputs, hidden)
         product, plain = partial(multiply, stream_x, out), partial(with_norm, out)
-        return Matrix(name, every, run if has_thin else None, product, plain, batched(every, stream_x, out))
+        return Matrix(name, every, run if has_thin else None, product, plain, batched(every, stream_x))
 
     def add(name: str, inputs: int) -> Matrix:  # cuBLAS adds in the norm that follows
         thin, x, out = (
@@ -129,7 +129,7 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
             thin(stream, x, weight, None, other, squares)
 
         both, every = partial(multiply, x, out), weights(hidden, inputs)
-        return Matrix(name, every, run if has_thin else None, both, both, batched(every, x, out))
+        return Matrix(name, every, run if has_thin else None, both, both, batched(every, x))
 
     def gate() -> Matrix:
         thin, gated = ThinGate(loader, work, DTYPE, width, hidden, **normed), numbers(rows, width)
@@ -144,7 +144,7 @@ def matrices(shape: str, rows: int, loader: DeviceLoader) -> list[Matrix]:
 
         every = weights(2 * width, hidden)
         product = partial(multiply, stream_x, out)
-        in_batch = batched(every, stream_x, gated, gate=True)
+        in_batch = batched(every, stream_x, gated)
         return Matrix("gate_up", every, run if has_thin else None, product, plain, in_batch)
 
     def head() -> Matrix:

@@ -212,7 +212,7 @@ def oom_score(facts: Facts) -> str:
 
 def scheduler(facts: Facts) -> str:
     names = ("waiting", "running", "swapped", "max_running", "max_batched_tokens", "has_place")
-    head = "".join(f"{name} {_word(facts[name])}\n" for name in names)
+    head = by_name({name: facts[name] for name in names})
     columns = {
         "ID": "id",
         "REASON": "reason",

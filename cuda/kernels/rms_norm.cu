@@ -7,7 +7,7 @@
 // N a multiple of CHUNK<E>. Bound by bandwidth: each number is read once and written once.
 #include "common.cuh"
 
-// So many that all loads are under way at once, and so few that 512 threads fit beside a block of batch_linear
+// So many that all loads are under way at once; with one chunk so few that 512 threads fit beside a block of batch_linear
 template <int CHUNKS> constexpr int REGISTERS = CHUNKS == 1 ? 56 : CHUNKS == 2 ? 80 : 128;
 
 template <class E, int CHUNKS>
