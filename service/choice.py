@@ -139,12 +139,8 @@ class Choice:
         has nothing more to say. min_tokens: of all of them, those in which none counts.
         """
         texts = list(map(self._detokenizer.push, token_ids))
-        if self._matcher is not None:
-            for at in range(len(texts) - own, len(texts)):
-                found = self._matcher.push(texts[at], may_stop=at >= min_tokens)
-                texts[at] = found.text
-                if found.stopped:
-                    self.finish_reason, self.stop_reason = "stop", found.which
+        if self._matcher is not None and (stop := cut_at_stop(texts, self._matcher, own, min_tokens)) is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
         if self._reader is not None:
             text = "".join(texts)
             self._reader.push(text)
@@ -292,6 +288,18 @@ class Choice:
             entry = self._unsent.popleft()
             sendable.append(entry._replace(offset=min(entry.offset, self._sent)))
         return tuple(sendable)
+
+
+def cut_at_stop(texts: list[str], matcher: StopMatcher, own: int, min_tokens: int) -> str | None:
+    """Cut the texts of tokens where an answer ends that has only so many at their end, and say which stop it meets.
+
+    What may become a stop with more text is cut off too, and held back by the matcher. min_tokens: of all of them,
+    those in which no stop counts.
+    """
+    stop = None
+    for at in range(len(texts) - own, len(texts)):
+        texts[at], _, stop = matcher.push(texts[at], may_stop=at >= min_tokens)
+    return stop
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:

@@ -13,7 +13,7 @@ import msgspec
 
 from service.engine_client import Limits, QueueState, Submit
 from service.errors import BadRequest, NotFound, NotStarted, quoted
-from service.questions import FindParent, Fork, Forked, Parent
+from service.questions import PARENT_HAS_ENDED, FindParent, Fork, Forked, Parent
 from service.request import Sequence, State
 from service.scheduler import Scheduler
 
@@ -32,7 +32,7 @@ def find_parent(scheduler: Scheduler, unread: Iterable[Submit], asked: FindParen
         raise BadRequest("A beam search cannot be forked: which beams it will give is not known before its end.")
     if scheduler.sequences.known(parent) == parent.prompt_tokens:
         raise _not_started(name)
-    return Parent(parent.key, parent.request_id, parent.form, parent.sampling)
+    return Parent(parent.key, parent.request_id, parent.form, parent.sampling, parent.text, parent.text_begin)
 
 
 def _choice_of(choices: Items[Sequence], number: int | None, name: str) -> Sequence:
@@ -57,7 +57,7 @@ def fork(scheduler: Scheduler, limits: Limits, queue: QueueState, front_end: int
     """
     parent = scheduler.find(asked.parent)
     if parent is None or parent.owner != asked.owner:
-        raise NotFound("The request that was to be forked has just ended.")
+        raise NotFound(PARENT_HAS_ENDED)
     tokens = scheduler.sequences.tokens_of(parent)
     made = len(tokens) - parent.prompt_tokens
     max_tokens = parent.limit - len(tokens) if asked.max_tokens is None else asked.max_tokens

@@ -15,13 +15,14 @@ import msgspec
 from model.step_plan import SamplingParameters
 from service.admin_bodies import RestoreFrom
 from service.auth import Caller
-from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules
+from service.byte_detokenizer import IncrementalDecoder
+from service.choice import MERGE_ABOVE, Choice, Delta, FinishReason, TextRules, cut_at_stop
 from service.constraint import Constraint
 from service.engine_client import AnswerForm, EndReason, Limits, Sibling, Submit, TextWishes
-from service.errors import BadRequest, EngineDead, quoted
+from service.errors import BadRequest, EngineDead, NotFound, quoted
 from service.field_checks import check_token_ids
 from service.prompts import Prompt, output_tokens, thinking_reading
-from service.questions import Answerer, Fork, Forked, Parent, Restore, Restored
+from service.questions import PARENT_HAS_ENDED, Answerer, Fork, Forked, Parent, Restore, Restored
 from service.sampling import beam_search, forked_parameters, sampling_parameters, sibling_seed, with_seed
 from service.schema import ChatBody, ForkBody, GenerationBody
 from service.served_model import ServedModel
@@ -135,8 +136,19 @@ class Generation:
             stream.close()  # it may have begun although nobody could say so
             raise
         generation._follow(forked, parent.form, stream, sequence_id, body, model)
+        if parent.text.stops and generation._is_past_stop(parent, forked, model):
+            generation.close()
+            raise NotFound(PARENT_HAS_ENDED)
         generation.forked_at = forked.forked_at
         return generation
+
+    def _is_past_stop(self, parent: Parent, forked: Forked, model: ServedModel) -> bool:
+        """Whether the answer of its parent ends before here: the engine goes on until it hears of a text stop."""
+        answer = forked.tokens[forked.answer_begin :]
+        detokenizer = _detokenizer(model, self.prompts[0], shows_special=not parent.text.skip_special_tokens)
+        texts = list(map(detokenizer.push, answer))
+        own = len(forked.tokens) - parent.text_begin
+        return cut_at_stop(texts, StopMatcher(parent.text.stops), own, parent.sampling.min_tokens) is not None
 
     @classmethod
     async def restore(
@@ -205,10 +217,7 @@ class Generation:
             index=index,
             prompt=prompt,
             stream=stream,
-            detokenizer=model.tokenizer.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False,
-                shown=frozenset() if prompt.reading is None else prompt.reading.marks,
-            ),
+            detokenizer=_detokenizer(model, prompt, shows_special=body.skip_special_tokens is False),
             rules=self._rules,
             finish=partial(model.client.finish, sequence_id),
         )
@@ -404,6 +413,11 @@ def _asked(
         timeout_s=body.timeout_s,
     )
     return rules, template
+
+
+def _detokenizer(model: ServedModel, prompt: Prompt, *, shows_special: bool) -> IncrementalDecoder:
+    marks = frozenset() if prompt.reading is None else prompt.reading.marks
+    return model.tokenizer.detokenizer(skip_special_tokens=not shows_special, shown=marks)
 
 
 def _close(stream: TokenStream, asked: "asyncio.Future[Restored]") -> None:

@@ -97,6 +97,8 @@ class Parent(msgspec.Struct, frozen=True):
     request_id: str
     form: AnswerForm
     sampling: SamplingParameters
+    text: TextWishes
+    text_begin: int  # where its text begins, in all its tokens
 
 
 class FindParent(Question[Parent], frozen=True, tag="find_parent"):
@@ -105,6 +107,9 @@ class FindParent(Question[Parent], frozen=True, tag="find_parent"):
     owner: str
     request_ids: list[str]
     choice: int | None = None  # its number in the answer; needed where several are open
+
+
+PARENT_HAS_ENDED = "The request that was to be forked has just ended."
 
 
 class Forked(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from real_house import RealHouse, real_house
 from tiny_model import write_tiny_model
 
 from service.decoding import fields
+from service.engine_client import EngineClient
 from service.schema import ForkBody
 
 LONG = 3000  # tokens of a parent that is still running when it is forked
@@ -120,6 +121,51 @@ async def test_what_is_not_said_is_as_in_the_parent(house: RealHouse) -> None:
     assert set(answer["choices"][0]["token_ids"]) == {9, 11}
     _, other = await fork(house, "p", max_tokens=30, allowed_token_ids=[12])
     assert set(other["choices"][0]["token_ids"]) == {12}
+    await parent.leave()
+
+
+DRAWN: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 1.5, "seed": 4, "max_tokens": LONG}
+
+
+async def stop_at(house: RealHouse, tokens: int) -> str:
+    """What a stream of DRAWN says first with so many tokens."""
+    texts = [
+        (await house.post("/v1/completions", DRAWN | {"max_tokens": at}))["choices"][0]["text"]
+        for at in (tokens - 2, tokens)
+    ]
+    stop = texts[1].removeprefix(texts[0])
+    assert len(stop) > 1
+    assert stop not in texts[0]
+    return stop
+
+
+async def test_a_parent_that_is_past_its_stop_has_ended(house: RealHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on until it hears of the stop: no answer has those tokens, so none goes on from there."""
+    lost: list[int] = []
+    monkeypatch.setattr(EngineClient, "finish", lambda _, sequence_id, at: lost.append(at))
+    parent = await Parent(house, "p", **DRAWN, stop=[await stop_at(house, 40)]).has(40)
+    status, answer = await fork(house, "p")
+    assert (status, lost, len(parent.tokens)) == (404, [40], 40), answer
+    assert "has just ended" in answer["error"]["message"]
+    await parent.leave()
+    async with house.session.delete(house.url + "/v1/requests/p") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("of_a_fork", [False, True])
+async def test_a_parent_is_not_past_a_stop_that_does_not_count(house: RealHouse, of_a_fork: bool) -> None:
+    """One within its min_tokens, or in what it was itself forked from."""
+    stop = [await stop_at(house, 20)]
+    parent = await Parent(house, "p", **DRAWN, **({} if of_a_fork else {"stop": stop, "min_tokens": 30})).has(25)
+    if of_a_fork:
+        child = asyncio.create_task(fork(house, "p", request_id="c", seed=5, stop=stop, logit_bias={"7": 100}))
+        async with asyncio.timeout(60):
+            while (await fork(house, "c", max_tokens=1))[0] != 200:
+                assert not child.done()
+        child.cancel()
+        await asyncio.wait([child])
+    else:
+        assert (await fork(house, "p", max_tokens=1))[0] == 200
     await parent.leave()
 
 
