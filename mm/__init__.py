@@ -8,7 +8,8 @@ Invariants, cited by number where they are upheld, recomputed by `MemoryManager.
   4. A page table entry never names a free frame or slot.
   5. A failed allocation changes nothing.
   6. Only the last page of an address space may be partly filled.
-  7. A frame or slot with a copy in flight is pinned: it is neither freed nor reused until the copy's end is reported.
+  7. A frame or slot with a copy in flight is pinned: it is neither freed nor reused until the copy's end is reported,
+     nor is written over what the copy reads.
   8. A slot's reference count is the number of page table entries that name it.
   9. A frame and a slot that are twins have the same content, and each names the other.
  10. A cached page is found only by its own tokens after its own predecessor, whatever its key is worth.

@@ -10,9 +10,12 @@ A *fault* is resolved before the step that would meet it. `grow` finds all of th
                                                           entry; if all holders write in this step, the last keeps it
     inside a page           a sealed frame: the cache or  copy-on-write, also for the only holder
                             a swap slot has its content
+    inside a page           a pinned frame: it is being   the same: the copy may read positions beyond
+                            copied elsewhere
 
-Only a row that is *exposed* can write into a page that is shared or sealed: `fork`, `truncate` and a partly matching
-cached page expose it, and its next growth ends that. So a step that nobody enters exposed looks at no page at all.
+Only a row that is *exposed* can write into a page that is shared or sealed, or over what a copy reads: `fork`,
+`truncate` and a partly matching cached page expose it, and its next growth ends that. So a step that nobody enters
+exposed looks at no page at all.
 """
 
 from dataclasses import dataclass
@@ -161,14 +164,15 @@ def _copies(
 ) -> tuple[IndexArray, Int32Array, Int32Array]:
     """(rows, pages, frames), each (C,): the pages that must be copied before position starts[i] is written.
 
-    Where every holder of a frame writes in this step, the last one keeps it. A sealed frame is kept by nobody: its
-    content is wanted elsewhere (invariant 3).
+    Where every holder of a frame writes in this step, the last one keeps it. A sealed or pinned frame is kept by
+    nobody: its content is wanted elsewhere (invariants 3, 7).
     """
     inside = (starts % tables.page_size).nonzero()[0]
     rows, pages = rows[inside], starts[inside] // tables.page_size
     written = tables.entries[rows, pages]
-    shared = ((frames.references[written] > 1) | frames.sealed[written]).nonzero()[0]
+    is_wanted = frames.sealed[written] | (frames.pins[written] > 0)
+    shared = ((frames.references[written] > 1) | is_wanted).nonzero()[0]
     distinct, last_from_end, count = np.unique(written[shared][::-1], return_index=True, return_counts=True)
-    is_kept = (frames.references[distinct] == count) & ~frames.sealed[distinct]
+    is_kept = (frames.references[distinct] == count) & ~frames.sealed[distinct] & (frames.pins[distinct] < 1)
     copied = np.delete(shared, len(shared) - 1 - last_from_end[is_kept])
     return rows[copied], pages[copied], written[copied]

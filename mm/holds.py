@@ -1,7 +1,8 @@
 """Pages that are copied between the pool and memory of somebody else's, such as a file's: held while that lasts.
 
     pin       the pages of a row, wherever they are: neither frames nor slots are freed or reused until `let_go`. What a
-              row has written is final, so it may go on meanwhile, be swapped, or end
+              row has written is final, so it may go on meanwhile, be swapped, or end; a fork of an earlier position of
+              its last page, which may write there, gets a copy (mm/growth.py)
     fill      new frames for the first pages of an empty row, to be written from elsewhere. The row is barred until
               `let_go`, and publishes nothing: what comes from elsewhere is nobody else's
     let_go    the copies are over, or will not be made

@@ -13,19 +13,12 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 100_000, count).tolist()
 
 
-def fork(house: House, guest: Guest, length: int) -> Guest:
-    space, orders = guest.space.fork("child", length)
-    house.device.carry_out(orders)
-    house.ids[space.row] = house.ids[guest.row]
-    return Guest(space, None, guest.tokens[:length], guest.adapter)
-
-
 @pytest.mark.parametrize("length", range(14))
 def test_a_fork_of_any_beginning_reads_it_and_writes_beside_it(length: int) -> None:
     house = House()
     parent = house.start(tokens(13, 1))
     free = house.memory.free_frames
-    child = fork(house, parent, length)
+    child = house.fork(parent, length)
     assert house.memory.free_frames == free
     assert child.frames == parent.frames[: -(-length // P)]
     house.check(parent, child)
@@ -38,7 +31,7 @@ def test_only_a_page_that_both_go_on_writing_costs_the_parent_a_copy() -> None:
     for length, copies in ((12, 0), (13, 1), (6, 0)):
         house = House()
         parent = house.start(tokens(13, 1))
-        fork(house, parent, length)
+        house.fork(parent, length)
         house.step(parent, tokens(1, 2))
         assert house.memory.counters().cow_fault == copies
 
@@ -46,7 +39,7 @@ def test_only_a_page_that_both_go_on_writing_costs_the_parent_a_copy() -> None:
 def test_a_fork_of_a_beginning_publishes_below_the_last_page_that_it_shares() -> None:
     house = House()
     parent = house.start(tokens(13, 1))
-    child = fork(house, parent, 9)
+    child = house.fork(parent, 9)
     house.step(child, tokens(7, 2))
     house.check(parent, child)
     assert house.lookup([*child.tokens, 1]).cached_tokens == 16
@@ -58,7 +51,7 @@ def test_a_fork_publishes_all_its_pages_anew_where_those_before_are_lost() -> No
     house = House()
     parent = house.start(tokens(13, 1))
     house.memory.residency.uncache(house.memory.cache.entry_of_frame[parent.frames[1]])
-    child = fork(house, parent, 9)
+    child = house.fork(parent, 9)
     house.step(child, tokens(7, 2))
     house.check(parent, child)
     assert house.lookup([*child.tokens, 1]).cached_tokens == 16
@@ -73,13 +66,13 @@ def test_the_device_knows_of_both_that_their_pages_are_shared_and_of_a_copy_that
     house = House()
     parent = house.start(tokens(13, 1))
     assert hints(house, parent) == [False] * 4
-    child = fork(house, parent, 13)
+    child = house.fork(parent, 13)
     assert hints(house, child) == [True] * 4
     house.step(child, tokens(4, 2))
     assert hints(house, child) == [True, True, True, False, False]
     house.step(parent, tokens(4, 3))
     assert hints(house, parent)[:3] == [True] * 3
-    second = fork(house, parent, 17)
+    second = house.fork(parent, 17)
     house.step(second, tokens(1, 4))
     house.step(parent, tokens(1, 5))
     assert hints(house, parent)[:4] == [True] * 4, "of pages that came since the first fork, too"
@@ -89,14 +82,14 @@ def test_the_device_knows_of_both_that_their_pages_are_shared_and_of_a_copy_that
 def test_a_parent_is_told_once_of_each_page() -> None:
     house = House()
     parent = house.start(tokens(13, 1))
-    fork(house, parent, 13)
+    house.fork(parent, 13)
     house.step(parent, tokens(1, 2))
-    fork(house, parent, 12)
+    house.fork(parent, 12)
     assert not house.memory.tables.has_unsent
     parent.space.truncate(8)
     parent.tokens = parent.tokens[:8]
     house.step(parent, tokens(5, 3))
-    fork(house, parent, 13)
+    house.fork(parent, 13)
     rows, pages = house.memory.tables.take_unsent()
     assert (rows.tolist(), pages.tolist()) == ([parent.row] * 3, [1, 2, 3])
 
@@ -111,7 +104,7 @@ def test_a_fork_longer_than_its_parent_is_refused() -> None:
 def test_what_sharing_saves_is_counted_at_any_moment_and_over_time() -> None:
     house = House()
     parent = house.start(tokens(13, 1))
-    children = [fork(house, parent, 13) for _ in range(3)]
+    children = [house.fork(parent, 13) for _ in range(3)]
     assert house.memory.information().saved_frames == 3 * 4
     before = house.memory.counters()
     for turn in range(5):

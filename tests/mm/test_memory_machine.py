@@ -54,6 +54,7 @@ from mm import (
     growth,
 )
 from mm.frame_allocator import FrameAllocator
+from mm.holds import Hold
 from mm.lru import PageLru
 from mm.page_cache import PageCache
 from mm.publisher import Publisher
@@ -69,9 +70,9 @@ OPERATIONS = {
     "arrive": 5, "create": 1, "fork": 2, "step": 8, "commit": 1, "truncate": 1, "release": 3,
     "swap_out": 2, "swap_in": 3, "background_reclaim": 1, "end_copies": 4, "preempt": 1, "wait": 1, "limit": 0.5,
     "pin": 0.7, "unpin": 0.5, "advise": 1, "advise_prefix": 1, "drop_caches": 0.2,
-    "commit_mode": 0.3, "open_slots": 0.3, "resize": 0.5,
+    "commit_mode": 0.3, "open_slots": 0.3, "resize": 0.5, "hold": 1, "fill": 0.5, "let_go": 1.5,
 }  # fmt: skip
-NEED_A_SEQUENCE = {"fork", "step", "commit", "truncate", "release", "swap_out", "swap_in", "advise", "preempt"}
+NEED_A_SEQUENCE = {"fork", "step", "commit", "truncate", "release", "swap_out", "swap_in", "advise", "preempt", "hold"}
 LIMITS = [(0, 0, 100, 100), (0, 0, 100, 100), (2, 4, 100, 100), (0, 0, 4, 6), (1, 3, 6, 10), (0, 6, 8, 100)]
 MAX_ROWS, MAX_PAGES = 6, 12
 
@@ -97,6 +98,7 @@ class Held:
         self.prompt: list[int] = []  # still to be computed
         self.publishes = publishes
         self.good = 0  # positions that a commit has confirmed
+        self.is_filling = False  # its pages are still to come from elsewhere
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -110,6 +112,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.names = count()
         self.prompts: list[list[int]] = [[]]
         self.pinned: dict[int, list[int]] = {}  # pin -> what its frames must hold
+        self.copied: list[tuple[Hold, Held, list[int]]] = []  # what they must hold, or will
 
     @initialize(
         frames=st.sampled_from([24, 16, 12, 8, 5, 3, 1]),
@@ -224,7 +227,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def fork(self, draw: Random) -> None:
         row = self.some_row(draw)
-        if not self.memory.tables.free_rows:
+        if not self.memory.tables.free_rows or self.held[row].is_filling:
             return
         free, before = self.memory.free_frames, self.snapshot()
         parent = self.held[row]
@@ -304,6 +307,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def truncate(self, draw: Random) -> None:
         held = self.held[self.some_row(draw)]
+        if held.is_filling:
+            return
         length = draw.randint(0, len(held.tokens))
         held.space.truncate(length)
         held.tokens, held.prompt = held.tokens[:length], []
@@ -424,10 +429,52 @@ class MemoryMachine(RuleBasedStateMachine):
         dropped = self.memory.drop_caches()
         assert dropped >= 0
         assert self.memory.lru.idle_pages == 0
-        if not self.held and not self.pinned and not self.mover.in_flight:
+        if self.is_empty:
             assert self.memory.free_frames == self.memory.frames.usable
             assert self.memory.swap.free_slots == self.memory.swap.opened
             assert not len(self.memory.cache)
+
+    # --- copies of somebody else's
+
+    def hold(self, draw: Random) -> None:
+        held = self.held[self.some_row(draw)]
+        if held.tokens and not held.is_filling:
+            length = draw.randint(1, len(held.tokens))
+            hold = self.memory.hold(held.space, length)
+            self.copied.append((hold, held, values(held.adapter, held.tokens[:length])))
+
+    def fill(self, draw: Random) -> None:
+        if not self.memory.tables.free_rows:
+            return
+        tenant = draw.choice(TENANTS)
+        space = self.memory.create(f"filled {next(self.names)}", tenant=tenant)
+        tokens = draw.choices([0, 1, 2], k=draw.randint(1, 6))
+        try:
+            hold = self.memory.fill(space, len(tokens))
+        except OutOfFrames:
+            assert space.length == 0
+            space.release()
+            return
+        held = self.held[space.row] = Held(space, tenant, "", tokens, publishes=False)
+        held.is_filling = True
+        self.tokens[space.row, : len(tokens)] = tokens
+        self.copied.append((hold, held, values("", tokens)))
+
+    def let_go(self, draw: Random) -> None:
+        """The copies are made at the very end, also for a row that is gone."""
+        if not self.copied:
+            return
+        hold, held, expected = self.copied.pop(draw.randrange(len(self.copied)))
+        if hold.fills:
+            self.device.pool[hold.frames] = np.resize(expected, (len(hold.frames), self.memory.page_size))
+            held.is_filling = False
+        self.memory.let_go(hold)
+
+    def check_holds(self) -> None:
+        for hold, _, expected in self.copied:
+            if not hold.fills:
+                pages = [self.device.pool[e] if e >= 0 else self.mover.slots[-2 - e] for e in hold.entries.tolist()]
+                assert np.concatenate(pages)[: len(expected)].tolist() == expected
 
     # --- settings
 
@@ -484,10 +531,11 @@ class MemoryMachine(RuleBasedStateMachine):
         self.mover.poison_free_slots()
         for row, held in self.held.items():
             assert held.space.length == len(held.tokens)
-            assert self.mover.read(row, len(held.tokens)) == values(held.adapter, held.tokens)
+            assert held.is_filling or self.mover.read(row, len(held.tokens)) == values(held.adapter, held.tokens)
         for number, content_of_pin in self.pinned.items():
             frames = self.memory.pins.held[number].frames
             assert self.device.pool[frames].reshape(-1).tolist() == content_of_pin
+        self.check_holds()
         self.check_cached_pages()
         self.check_information()
 
@@ -511,6 +559,10 @@ class MemoryMachine(RuleBasedStateMachine):
             if slot >= 0 and slot not in {s for o in self.mover.in_flight.values() for s in o.out_slots.tolist()}:
                 assert self.mover.slots[slot].tolist() == expected
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.held or self.pinned or self.copied or self.mover.in_flight)
+
     def check_information(self) -> None:
         now = self.memory.information()
         assert now.total_frames == now.free_frames + now.cached_frames + now.active_frames + now.copying_frames
@@ -523,7 +575,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert rss == now.references == now.active_frames + now.saved_frames
         assert round(pss, 6) == now.active_frames
         assert sum(tenant.current for tenant in self.memory.tenant_memory()) == now.total_frames - now.free_frames
-        if not self.held and not self.pinned and not self.mover.in_flight:
+        if self.is_empty:
             assert now.free_frames + now.cached_frames == now.total_frames
             assert now.references == now.sequence_slots == now.committed_frames == 0
 
@@ -612,7 +664,18 @@ def cached_page_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     original = growth._copies
 
     def copies(tables: Any, frames: Any, rows: Any, starts: Any) -> Any:
-        blind = SimpleNamespace(references=frames.references, sealed=np.zeros_like(frames.sealed))
+        blind = SimpleNamespace(references=frames.references, sealed=np.zeros_like(frames.sealed), pins=frames.pins)
+        return original(tables, blind, rows, starts)
+
+    monkeypatch.setattr(growth, "_copies", copies)
+
+
+def held_page_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fork of its beginning, or after a truncate."""
+    original = growth._copies
+
+    def copies(tables: Any, frames: Any, rows: Any, starts: Any) -> Any:
+        blind = SimpleNamespace(references=frames.references, sealed=frames.sealed, pins=np.zeros_like(frames.pins))
         return original(tables, blind, rows, starts)
 
     monkeypatch.setattr(growth, "_copies", copies)
@@ -764,6 +827,7 @@ PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = [
     shared_page_written_without_copy,
     last_writer_keeps_a_page_that_others_hold,
     cached_page_written_in_place,
+    held_page_written_in_place,
     copy_source_released_twice,
     truncate_keeps_frames,
     failed_allocation_changes_lengths,

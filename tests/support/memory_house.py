@@ -106,10 +106,11 @@ class House:
         assert guest.match is not None
         return guest.match
 
-    def fork(self, guest: Guest) -> Guest:
-        space, orders = guest.space.fork("child")
+    def fork(self, guest: Guest, length: int | None = None) -> Guest:
+        """A child with the first `length` tokens; None: all."""
+        space, orders = guest.space.fork("child", length)
         self.device.carry_out(orders)
-        child = Guest(space, None, list(guest.tokens), guest.adapter)
+        child = Guest(space, None, guest.tokens[:length], guest.adapter)
         self.ids[space.row] = self.ids[guest.row]
         return child
 
