@@ -43,7 +43,7 @@ def slot_entry(value: SlotOrEntry) -> SlotOrEntry:
     return -2 - value
 
 
-def index_of(rows: Int32Array) -> IndexArray | slice:
+def index_of(rows: Int32Array | IndexArray) -> IndexArray | slice:
     """What numpy indexes fastest by, in place of `rows`. By the slice of a single one it gives a view, no copy."""
     if len(rows) == 1:
         row = rows.item()

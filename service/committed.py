@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mm.addresses import FloatArray, IndexArray, Int32Array, Int64Array
+from model.step_plan import StepResult
 from service.engine_client import Ended, PromptScores, Scores
 from service.request import Sequence
 
@@ -24,6 +25,26 @@ class Recipients:
             places = (self.front_ends == front_end).nonzero()[0]
             self._of[front_end] = places, self.sequence_ids[places].tolist()
         return self._of[front_end]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """To whom a step's N tokens go if no row fails and nobody ends: known while it is computed."""
+
+    places: IndexArray | slice  # (N,) of the plan's rows
+    recipients: Recipients
+    end_ids: Int32Array  # (N, E)
+    no_gaps: FloatArray  # (N,) NaN
+    changes: int  # Sequences.changes: as long as nothing has changed
+
+    def brought_by(self, result: StepResult) -> "Committed | None":
+        """The tokens, without gaps; None: a row has failed, or a token ends its Sequence."""
+        if np.count_nonzero(result.failed):
+            return None
+        tokens = result.tokens[self.places]
+        if np.count_nonzero(self.end_ids == tokens[:, None]):
+            return None
+        return Committed.to(self.recipients, tokens, self.no_gaps)
 
 
 @dataclass(slots=True)

@@ -222,7 +222,10 @@ class Engine:
 
     async def _commit(self, step: _InFlight, following: _InFlight | None) -> None:
         began = self._clock()
+        self.scheduler.expect()
         result = await self._wait(step.ticket)
+        if (early := self.scheduler.early(result)) is not None:
+            self._publish(step.plan.step, early, began)
         if step.matchers:
             places = step.plan.masked
             pairs = zip(step.matchers, result.tokens[places].tolist(), result.failed[places].tolist(), strict=True)
@@ -240,7 +243,8 @@ class Engine:
         seconds = now - max(self._progress_s, step.submitted_s)
         if (prefilled := step.plan.prefill_tokens) > step.plan.decodes:
             self.scheduler.memory.costs.observe_prefill(prefilled, seconds)
-        self._publish(step.plan.step, committed, now)
+        if early is None:
+            self._publish(step.plan.step, committed, now)
         self._log_step(step, len(committed.tokens), seconds, now)
         self._progress_s = now
         self._step = step.plan.step

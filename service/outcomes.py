@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mm import MemoryManager
-from mm.addresses import BoolArray, Int32Array, Int64Array
+from mm.addresses import BoolArray, Int32Array, Int64Array, index_of
 from model.step_plan import StepPlan, StepResult
 from service.beams import Beams
-from service.committed import Committed
+from service.committed import Committed, Expected, Recipients
 from service.engine_client import Ended, EndReason
 from service.request import Sequence
 from service.scores import ScoredChunk, prompt_scores, scores_of
@@ -39,6 +39,7 @@ class Submitted:
     planned_s: float
     scored: Collection[ScoredChunk] = ()
     matchers: "list[Matcher]" = field(default_factory=list)  # of the rows plan.masked
+    expected: Expected | None = None  # what `Scheduler.expect` has found
 
 
 class Outcomes:
@@ -72,6 +73,24 @@ class Outcomes:
         assert result.scored is not None
         failed = [bool(result.failed[chunk.place]) for chunk in submitted.scored]
         committed.prompt_scores = prompt_scores(submitted.scored, result.scored, failed)
+
+    def expected(self, submitted: Submitted) -> Expected | None:
+        """None: who gets what is only known when all of the result has been looked at."""
+        plan, state = submitted.plan, self._rows
+        if submitted.matchers or submitted.scored or len(submitted.asking) or self._beams.groups:
+            return None
+        places = plan.samples.nonzero()[0]
+        rows = plan.rows[places]
+        index = index_of(rows)
+        if np.count_nonzero(submitted.epochs[places] != state.epoch[index]):
+            return None  # preempted meanwhile
+        if np.count_nonzero(state.known[index] + 1 == state.limit[index]):
+            return None
+        recipients = Recipients(state.front_end[index], state.sequence_id[index])
+        for front_end in recipients.distinct:
+            recipients.of(front_end)  # now: the step is still being computed
+        no_gaps = np.full(len(rows), np.nan)
+        return Expected(index_of(places), recipients, state.end_ids[index], no_gaps, self._sequences.changes)
 
     def publish(self, submitted: Submitted, result: StepResult) -> None:
         """Cache the pages that a step filled, of rows that are still the same and whose numbers are good (rule 6)."""

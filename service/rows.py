@@ -35,6 +35,7 @@ class RunningRows:
         self.logprobs: Int32Array = np.full(rows, -1, np.int32)  # likeliest tokens to report; -1: nothing
         self.is_constrained: BoolArray = np.zeros(rows, np.bool_)  # it samples under a mask of its grammar
         self.is_beam: BoolArray = np.zeros(rows, np.bool_)  # its next token is chosen by its group
+        self.constrained = self.reporting = 0  # rows with a grammar; rows that report log-probabilities
 
     def enter(self, row: int, sequence: Sequence, arrival: int, computed: int) -> None:
         """`computed` tokens of the Sequence have keys and values already: they were in the page cache."""
@@ -51,8 +52,12 @@ class RunningRows:
         self.sequence_id[row] = sequence.sequence_id
         self.last_token_s[row] = np.nan
         self.last_step[row] = 0
-        self.logprobs[row] = sequence.sampling.logprobs
-        self.is_constrained[row] = sequence.matcher is not None
+        if sequence.sampling.logprobs >= 0:
+            self.logprobs[row] = sequence.sampling.logprobs
+            self.reporting += 1
+        if sequence.matcher is not None:
+            self.is_constrained[row] = True
+            self.constrained += 1
         self.is_beam[row] = sequence.group is not None
         missing = len(sequence.end_ids) - self.end_ids.shape[1]
         if missing > 0:
@@ -68,7 +73,12 @@ class RunningRows:
         sequence.tokens = self.tokens[row, : self.known[row]].copy()
         self.sequences[row] = None
         self.known[row] = self.remaining[row] = self.limit[row] = 0
-        self.is_constrained[row] = False
+        if sequence.sampling.logprobs >= 0:
+            self.logprobs[row] = -1
+            self.reporting -= 1
+        if self.is_constrained[row]:
+            self.is_constrained[row] = False
+            self.constrained -= 1
         self.priority[row] = NO_PRIORITY
         self.epoch[row] += 1
 

@@ -77,6 +77,9 @@ if TYPE_CHECKING:
     from service.grammars import Grammar, Matcher
 
 
+NO_PLACES, NO_TOKENS = np.empty(0, np.int64), np.empty(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """Bounds of a step."""
@@ -334,6 +337,23 @@ class Scheduler:
             return None
         return self._plan(decodes, chunks, now)
 
+    def expect(self) -> None:
+        """Find out to whom the tokens of the oldest submitted step go, while it is computed; one that is steady takes
+        no time to commit.
+        """
+        submitted = self._submitted[0]
+        if submitted.steady is None:
+            submitted.expected = self._outcomes.expected(submitted)
+
+    def early(self, result: StepResult) -> Committed | None:
+        """What `commit` will bring of the oldest submitted step, but for the gaps, if that is nothing but the tokens
+        that were expected: a first token need not wait for the books.
+        """
+        expected = self._submitted[0].expected
+        if expected is None or expected.changes != self.sequences.changes:
+            return None
+        return expected.brought_by(result)
+
     def commit(self, result: StepResult, now: float) -> Committed:
         """Take the result of the oldest submitted step: append tokens, find who ended, free what they held."""
         submitted, state = self._submitted.popleft(), self._rows
@@ -520,8 +540,13 @@ class Scheduler:
                 prompts=np.array([sequence.answer_begin for sequence in entered], np.int32),
                 histories=[self._history(sequence) for sequence in entered],
             )
-        masked = (samples & state.is_constrained[index]).nonzero()[0].astype(np.int32)
-        self.sequences.shares.decode(decodes)
+        masked, asking = NO_TOKENS, NO_PLACES  # what nobody asks for is not looked for: a first token waits for this
+        if state.constrained:
+            masked = (samples & state.is_constrained[index]).nonzero()[0].astype(np.int32)
+        if state.reporting:
+            asking = (samples & (state.logprobs[index] >= 0)).nonzero()[0]
+        if len(decodes):
+            self.sequences.shares.decode(decodes)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=query_starts[1:])
         scored, scored_chunks = scored_tokens(chunks, len(decodes), starts, query_starts)
@@ -547,11 +572,12 @@ class Scheduler:
         epochs = state.epoch[rows]
         is_steady = not chunks and len(rows) > 0 and not has_beams and np.count_nonzero(state.remaining) == len(rows)
         self._steady = Steady.after(plan, epochs, state, self.sequences.changes) if is_steady else None
-        asking = (samples & (state.logprobs[index] >= 0)).nonzero()[0]
         self._submitted.append(Submitted(plan, epochs, None, asking, now, scored_chunks, self._matchers_of(plan)))
         return plan
 
     def _history(self, sequence: Sequence) -> Int32Array:
         """All its tokens, if its sampling parameters look back at them."""
+        if not sequence.sampling.needs_history:
+            return NO_TOKENS
         row = row_of(sequence)
-        return self._rows.tokens[row, : self._rows.known[row] if sequence.sampling.needs_history else 0].copy()
+        return self._rows.tokens[row, : self._rows.known[row]].copy()

@@ -153,6 +153,31 @@ async def test_a_first_token_reaches_its_handler_before_a_further_step_is_planne
             break
 
 
+async def test_tokens_leave_before_the_books_of_their_step_unless_something_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four, all but the last, which ends it; in steady decode the books take no time."""
+    happened: list[str] = []
+    commit, deliver = Scheduler.commit, EngineClient.deliver
+
+    def note_commit(scheduler: Scheduler, *arguments: Any) -> Committed:
+        happened.append("commit")
+        return commit(scheduler, *arguments)
+
+    def note_tokens(client: EngineClient, event: Event) -> None:
+        if isinstance(event, TokenBatch):
+            happened.append("ended" if event.ended else "token")
+        deliver(client, event)
+
+    monkeypatch.setattr(Scheduler, "commit", note_commit)
+    monkeypatch.setattr(EngineClient, "deliver", note_tokens)
+    async with running() as house:
+        assert (await read(house.start([1, 2, 3], 4)))[0] == expected_output([1, 2, 3], 4)
+    assert happened[:3] == ["token", "commit", "token"]
+    assert sorted(happened[3:-2]) == ["commit", "commit", "token"]
+    assert happened[-2:] == ["commit", "ended"]
+
+
 async def test_a_step_is_looked_through_only_for_front_ends_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look comes before the next front end's first token."""
     looked_for, of = set(), Committed.of

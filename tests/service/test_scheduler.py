@@ -50,6 +50,15 @@ def test_an_end_token_ends_it_and_the_step_in_flight_leaves_no_trace() -> None:
     assert (driver.ended[0].reason, driver.ended[0].end_token) == ("stop", end)
 
 
+def test_what_a_step_will_bring_is_known_before_its_commit_unless_something_ends() -> None:
+    """The driver compares the two at each commit, here and in all tests below."""
+    driver = make()
+    driver.submit(prompt_of(3), 3)
+    driver.submit(prompt_of(2), 1)  # its end comes with the first token of the other
+    driver.run()
+    assert driver.early_tokens == 1
+
+
 def test_a_steady_decode_feeds_tokens_back_on_the_device() -> None:
     """The host is one step behind, so a decode row's newest token is not in the plan."""
     driver = make()

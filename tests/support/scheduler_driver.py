@@ -34,6 +34,7 @@ class Driver:
     turn_s: float = 1.0  # of the clock, that a turn takes
     step_s: Callable[[StepPlan], float] = lambda plan: 0.0  # and a step, until it can be committed
     gaps_s: list[float] = field(default_factory=list)  # between tokens of a Sequence, in order of the steps
+    early_tokens: int = 0  # known before the commit
 
     def submit(self, prompt: list[int], max_tokens: int, end_ids: tuple[int, ...] = (), **options: Any) -> Sequence:
         return self.submit_choices(1, prompt, max_tokens, end_ids, **options)[0]
@@ -88,9 +89,23 @@ class Driver:
     def commit(self) -> None:
         plan, ticket = self.tickets.popleft()
         self.now += self.step_s(plan)
+        self.scheduler.expect()
+        early = self.scheduler.early(ticket.wait())
         committed = self.scheduler.commit(ticket.wait(), self.now)
+        if early is not None:
+            self.check_early(early, committed)
         self.gaps_s += committed.gaps_s[~np.isnan(committed.gaps_s)].tolist()
         self.note(committed)
+
+    def check_early(self, early: Committed, committed: Committed) -> None:
+        """It was all that front ends are told."""
+        assert not any((committed.ended, committed.scores, committed.prompt_scores))
+        assert early.concerned == committed.concerned
+        for front_end in early.concerned:
+            (places, ids), (all_places, all_ids) = early.of(front_end), committed.of(front_end)
+            assert ids == all_ids
+            assert early.tokens[places].tolist() == committed.tokens[all_places].tolist()
+        self.early_tokens += len(early.tokens)
 
     def note(self, committed: Committed) -> None:
         for front_end, scores in committed.prompt_scores:
