@@ -73,7 +73,6 @@ def _verdict(
     except OverCommit as refusal:
         return WouldRun.WAIT, str(refusal)
     frames = memory.cache.frames[match.entries]
-    mapping = memory.reclaimer.idle_by_tenant(frames[frames != ABSENT])
-    if shortage := memory.reclaimer.shortage(needs, mapping, tenant):
+    if shortage := memory.reclaimer.shortage(needs, frames[frames != ABSENT], tenant):
         return WouldRun.WAIT, str(shortage)
     return WouldRun.NOW, None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mm.addresses import ABSENT, Int32Array, Int64Array
+from mm.addresses import ABSENT, Int32Array, Int64Array, empty_int32
 from mm.errors import OutOfFrames, OverTenantLimit
 from mm.residency import Residency
 from mm.room import Room
@@ -83,21 +83,22 @@ class Reclaimer:
         usage, idle = self._usage_and_idle()
         return self._frames.free_frames + int((idle - self._kept(usage, idle)).sum())
 
-    def shortage(self, needs: Int64Array, mapping: Int64Array | None = None, by: int = 0) -> OutOfFrames | None:
+    def shortage(self, needs: Int64Array, mapping: Int32Array | None = None, by: int = 0) -> OutOfFrames | None:
         """Why needs[t] more frames for tenant t cannot be had, or None. Changes nothing.
 
-        mapping[t]: idle pages charged to tenant t that tenant `by` is about to map, before the frames are allocated:
-        they cannot be reclaimed then, and are charged to it.
+        mapping: distinct frames that tenant `by` is about to map, before the others are allocated. Those that nobody
+        maps so far are charged to it then, and what of them is idle cannot be reclaimed.
         """
         total, free = int(needs.sum()), self._frames.free_frames
-        mapped = 0 if mapping is None else int(mapping.sum())
+        unmapped = empty_int32() if mapping is None else mapping[self._frames.references[mapping] == 0]
+        idle_ones = unmapped[self._frames.pins[unmapped] == 0]
         if not self._tenants.is_limited:
-            reclaimable = self._lru.idle_pages - mapped
+            reclaimable = self._lru.idle_pages - len(idle_ones)
             return None if total <= free + reclaimable else OutOfFrames(total, free, reclaimable)
         usage, idle = self._usage_and_idle()
-        if mapping is not None:
-            usage, idle = usage - mapping, idle - mapping
-            usage[by] += mapped
+        if len(unmapped):
+            usage, idle = usage - self._charges_of(unmapped), idle - self._charges_of(idle_ones)
+            usage[by] += len(unmapped)
         for tenant in np.flatnonzero(needs).tolist():
             limit, used, need = self._tenants.limits[tenant].max, int(usage[tenant]), int(needs[tenant])
             if used + need - limit > idle[tenant]:
@@ -118,11 +119,9 @@ class Reclaimer:
         pool = self._frames.free_frames + int((idle - kept).sum())
         return Room(pool, kept.tolist(), (most - usage + idle).tolist())
 
-    def idle_by_tenant(self, frames: Int32Array) -> Int64Array:
-        """How many of these distinct frames are idle, by the tenant that is charged: for `mapping` above."""
-        is_idle = (self._frames.references[frames] == 0) & (self._frames.pins[frames] == 0)
-        tenants = self._tenants.of_frame[frames[is_idle]]
-        return np.bincount(tenants, minlength=len(self._tenants.names)).astype(np.int64)
+    def _charges_of(self, frames: Int32Array) -> Int64Array:
+        """Per tenant: how many of these are charged to it."""
+        return np.bincount(self._tenants.of_frame[frames], minlength=len(self._tenants.names)).astype(np.int64)
 
     def _usage_and_idle(self) -> tuple[Int64Array, Int64Array]:
         """Per tenant: frames charged, and how many of these are idle."""

@@ -266,7 +266,7 @@ class Swapper:
         twins = np.array([self._swap.twin[slot] for slot in slots], np.int32)
         missing = [slot for slot, twin in zip(slots, twins, strict=True) if twin == ABSENT and slot not in self._coming]
         here = twins[twins != ABSENT]
-        self._check_room([tenant] * len(missing), self._reclaimer.idle_by_tenant(here), tenant)
+        self._check_room([tenant] * len(missing), here, tenant)
         if len(here):
             for entry in self._cache.entries_of_frames[here].tolist():
                 if entry != ABSENT:
@@ -286,7 +286,7 @@ class Swapper:
         self._check_room(tenants)
         return self._order_in(missing, tenants, now, needed_for, ABSENT)
 
-    def _check_room(self, tenants: list[int], mapping: Int64Array | None = None, by: int = 0) -> None:
+    def _check_room(self, tenants: list[int], mapping: Int32Array | None = None, by: int = 0) -> None:
         """Raises OutOfFrames if one frame for each of `tenants` cannot be had; see `Reclaimer.shortage`."""
         needs = np.bincount(np.array(tenants, np.int64), minlength=len(self._residency.tenants.names)).astype(np.int64)
         if error := self._reclaimer.shortage(needs, mapping, by):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from memory_house import House, values
 
-from mm import OutOfFrames, PageNotResident
+from mm import OutOfFrames, OverTenantLimit, PageNotResident, TenantLimits, WouldRun
 from mm.holds import Hold
 from mm.swapper import LONGEST_REST_S
 
@@ -64,6 +64,23 @@ def test_parent_and_fork_that_write_together_both_leave_a_held_page() -> None:
         assert len(faults) == 2
     house.memory.let_go(hold)
     assert len(house.memory.growth.needed(np.array(rows, np.int32), np.ones(2, np.int32))) == 1
+
+
+def test_a_cached_page_that_is_held_is_charged_to_whoever_maps_it() -> None:
+    """It is not idle, as it cannot be reclaimed now; nor does anybody map it."""
+    house = House(frames=16)
+    house.memory.tenants.set_limits("b", TenantLimits(high=4, max=4))
+    guest = house.start(tokens(9, 1))
+    hold = house.memory.hold(guest.space, 8)
+    guest.space.release()
+    house.start(tokens(2, 2), tenant="b")
+    prompt = tokens(9, 1)[:8] + tokens(5, 3)
+    chain = house.memory.chain(np.array(prompt, np.int32), tenant="b")
+    assert house.memory.would_run(chain, 13, "b").verdict is WouldRun.WAIT, "two charged, two more, beside one"
+    with pytest.raises(OverTenantLimit):
+        house.start(prompt, tenant="b")
+    house.memory.let_go(hold)
+    house.memory.check_invariants()
 
 
 def test_a_hold_may_not_be_longer_than_what_is_there() -> None:
