@@ -123,6 +123,26 @@ def test_scored_tokens_are_those_of_the_cpu_executor(executors: Any, likeliest: 
     assert len(executors[1].submit(scored_plan(nobody, prompt, 2)).wait().scored.chosen) == 0
 
 
+def test_each_parameter_is_in_its_field_of_the_record() -> None:
+    """Of two rows that are stored together, in any order."""
+    rows = CudaRows(4, 100, "cpu", page_locked=False)
+    given = SamplingParameters(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, typical_p=0.75, logprobs=3, seed=2**63 + 5
+    )
+    rows.store(RowSettings(int32(2, 1), [SamplingParameters(temperature=0.0), given], int32(4, 6)))
+    found = {name: rows.settings[name][1].tolist() for name in rows.settings.dtype.names or ()}
+    assert found == {
+        "seed": 2**63 + 5, "top_p": 0.25, "typical_p": 0.75, "least_mass": 2**37, "history": 0, "lists": 0,
+        "temperature": 0.5, "repetition": 1.0, "presence": 0.0, "frequency": 0.0, "top_k": 7, "log_probs": 3,
+        "prompt": 6, "min_tokens": 0, "adjusts": 0, "unused": [0, 0, 0],
+    }  # fmt: skip
+    assert (rows.settings["prompt"][2], rows.settings["log_probs"][2]) == (4, -1)
+    many = SamplingParameters(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, min_tokens=9)
+    rows.store(RowSettings(int32(3), [many], int32(1), [int32(8)]))
+    names = ("presence", "frequency", "repetition", "min_tokens", "adjusts")
+    assert [rows.settings[name][3].tolist() for name in names] == [0.5, 0.25, 2.0, 9, 1]
+
+
 def test_a_missing_history_is_refused() -> None:
     """Not sampled without it."""
     rows = CudaRows(4, 100, "cpu", page_locked=False)
