@@ -83,14 +83,14 @@ class Copies:
         for is in use: of what is there, while memory comes slowly, more than half is for long.
         """
         memory, executor = self._scheduler.memory, self._executor
-        if self._ready_slots >= executor.slots:
+        if self._ready_slots >= memory.swap.usable:
             return
         if (ready := executor.ready_slots) > self._ready_slots:
             self._ready_slots = ready
             memory.open_slots(ready)
         if 2 * memory.swap.used_slots >= self._wanted_slots:
             most = max(2 * self._wanted_slots, FIRST_SWAP_BYTES // executor.frame_bytes)
-            self._wanted_slots = min(most, executor.slots)
+            self._wanted_slots = min(most, memory.swap.usable)  # more is not given: a larger area asks again
             executor.want_slots(self._wanted_slots)
 
     def resized(self, slots: int) -> None:

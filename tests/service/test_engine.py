@@ -11,6 +11,7 @@ import pytest
 from simulated_executor import SimulatedExecutor, expected_beams, expected_output
 
 from mm import MemoryManager
+from mm.backing_store import BackingStore
 from model.step_plan import SamplingParameters, StepPlan
 from service.committed import Committed
 from service.engine import Engine, StepReport
@@ -514,10 +515,11 @@ async def test_swap_memory_that_comes_slowly_is_not_asked_for_twice(monkeypatch:
     """As much again is wanted when half of what was asked for is in use; after a resize, too, up to the new size."""
     monkeypatch.setattr("service.copies.FIRST_SWAP_BYTES", 16 * SimulatedExecutor.frame_bytes)
     memory = MemoryManager(frames=8, max_rows=4, max_pages=8, page_size=4, slots=100, opened_slots=0)
+    memory.resize(8, 40)
     scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=16, max_length=32))
     executor = SimulatedExecutor(memory)
     engine = Engine(scheduler, executor, Limits(32, 32, 8, 50), Counter())
-    executor.ready_slots, executor.slots = 0, 40
+    executor.ready_slots = 0
 
     async def come(slots: int) -> None:
         for _ in range(slots):
@@ -534,10 +536,57 @@ async def test_swap_memory_that_comes_slowly_is_not_asked_for_twice(monkeypatch:
     await come(8)
     assert set(executor.wanted_slots[2:]) == {40}, "that is all there is a place for"
     memory.swap.allocate(0, 4)
-    executor.slots = 100
+    memory.resize(8, 100)
     engine.copies.resized(100)
     await come(0)
     assert executor.wanted_slots[-1] == 80
+
+
+class Stored(SimulatedExecutor):
+    """Its slots have the memory that executors give them."""
+
+    def __init__(self, memory: MemoryManager) -> None:
+        self.store = BackingStore(memory.swap.total, self.frame_bytes, page_locked=False, chunk_bytes=1)
+        super().__init__(memory)
+
+    @property
+    def ready_slots(self) -> int:
+        self.store.wait()
+        return self.store.ready_slots
+
+    @ready_slots.setter
+    def ready_slots(self, slots: int) -> None: ...
+
+    def want_slots(self, slots: int) -> None:
+        self.store.want(slots)
+
+    def resize(self, frames: int, slots: int) -> None:
+        self.store.resize(slots)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+async def test_a_swap_area_that_was_made_small_has_memory_again_when_it_is_larger() -> None:
+    memory = MemoryManager(frames=8, max_rows=4, max_pages=8, page_size=4, slots=20, opened_slots=0)
+    scheduler = Scheduler(memory, SchedulerSettings(max_running=4, max_batched_tokens=16, max_length=32))
+    executor = Stored(memory)
+    engine = Engine(scheduler, executor, Limits(32, 32, 8, 50), Counter())
+    try:
+        for slots in (20, 0, 12, 1, 20):
+            memory.resize(8, slots)
+            engine.copies.resized(slots)
+            executor.resize(8, slots)
+            for _ in range(3):
+                await engine.step()
+            if memory.swap.opened < slots:
+                assert memory.swap.opened == 1, "what there was stays, until half of it is used"
+                memory.swap.allocate(0, 1)
+                for _ in range(3):
+                    await engine.step()
+            assert memory.swap.opened == slots
+    finally:
+        executor.close()
 
 
 async def test_an_idle_engine_audits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
