@@ -289,11 +289,12 @@ class Mix:
             if savable and len(self.saved) < MOST_SAVED and self.draw.random() < 0.2:
                 await self._save(*self.draw.choice(savable))
                 continue
-            path, body = self._some_action()
+            path, body = self._some_action(await self._somebody())
             status = await self._act(path, body)
-            if path.endswith("/pause") and status == 200:
-                await asyncio.sleep(0.01)
-                await self._act(path.replace("/pause", "/resume"), {})
+            of, _, action = path.rpartition("/")
+            if status == 200 and (back := {"pause": "resume", "swap_out": "swap_in"}.get(action)):
+                await asyncio.sleep(0.01 + 0.05 * self.draw.random())
+                await self._act(f"{of}/{back}", {})  # else it stands still until chance lets it go on
 
     async def _act(self, path: str, body: dict[str, Any]) -> int:
         status, _ = await self.server.act(path, body)
@@ -304,9 +305,16 @@ class Mix:
         if await self._act(f"sequences/{name}/checkpoint", {"path": name}) == 200:
             self.saved.append((name, case))
 
-    def _some_action(self) -> tuple[str, dict[str, Any]]:
+    async def _somebody(self) -> str:
+        """Of those that are open, most of whom wait; or of those that decode, who have pages to swap."""
+        if self.draw.random() < 0.5:
+            found = (await self.server.view("sequences"))["sequences"]
+            if decoding := [each["id"] for each in found if each["state"] == "decode"]:
+                return self.draw.choice(decoding)
+        return self.draw.choice(list(self.open)) if self.open else "nobody"
+
+    def _some_action(self, of: str) -> tuple[str, dict[str, Any]]:
         draw = self.draw
-        of = draw.choice(list(self.open)) if self.open else "nobody"
         sizes = {"frames": draw.randint(FRAMES - 8, MOST_FRAMES)}
         sizes |= {"slots": draw.randint(0, MOST_SLOTS)} if self.life.has_swap else {}
         actions: list[tuple[str, dict[str, Any]]] = [
