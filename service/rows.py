@@ -73,7 +73,7 @@ class RunningRows:
         sequence.tokens = self.tokens[row, : self.known[row]].copy()
         self.sequences[row] = None
         self.known[row] = self.remaining[row] = self.limit[row] = 0
-        if sequence.sampling.logprobs >= 0:
+        if self.logprobs[row] >= 0:
             self.logprobs[row] = -1
             self.reporting -= 1
         if self.is_constrained[row]:

@@ -7,18 +7,11 @@ import pytest
 from memory_house import House, values
 
 from mm import OutOfFrames, OverTenantLimit, PageNotResident, TenantLimits, WouldRun
-from mm.holds import Hold
 from mm.swapper import LONGEST_REST_S
 
 
 def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 100_000, count).tolist()
-
-
-def content(house: House, hold: Hold, length: int) -> list[int]:
-    """Of the first `length` positions that are held."""
-    pages = [house.device.pool[entry] if entry >= 0 else house.mover.slots[-2 - entry] for entry in hold.entries]
-    return np.concatenate(pages)[:length].tolist()
 
 
 def test_held_frames_keep_their_content_after_the_end_of_their_row() -> None:
@@ -31,7 +24,7 @@ def test_held_frames_keep_their_content_after_the_end_of_their_row() -> None:
     assert house.memory.is_copying
     other = house.start(tokens(20, 2))
     assert not set(other.frames) & set(hold.frames.tolist())
-    assert content(house, hold, 11) == values("", guest.tokens[:11])
+    assert house.mover.content(hold.entries, 11) == values("", guest.tokens[:11])
     house.memory.let_go(hold)
     other.space.release()
     house.memory.check_invariants()
@@ -48,7 +41,7 @@ def test_a_fork_of_a_beginning_copies_a_held_page_before_it_writes(*, ends: bool
     if ends:
         guest.space.release()
     house.step(child, tokens(1, 2))
-    assert content(house, hold, 7) == values("", guest.tokens)
+    assert house.mover.content(hold.entries, 7) == values("", guest.tokens)
     house.check(child)
     house.memory.let_go(hold)
     house.check(child)

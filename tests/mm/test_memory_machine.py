@@ -473,8 +473,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def check_holds(self) -> None:
         for hold, _, expected in self.copied:
             if not hold.fills:
-                pages = [self.device.pool[e] if e >= 0 else self.mover.slots[-2 - e] for e in hold.entries.tolist()]
-                assert np.concatenate(pages)[: len(expected)].tolist() == expected
+                assert self.mover.content(hold.entries, len(expected)) == expected
 
     # --- settings
 

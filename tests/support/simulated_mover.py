@@ -10,6 +10,7 @@ import numpy as np
 from simulated_device import JUNK, SimulatedDevice
 
 from mm import SwapOrders
+from mm.addresses import Int32Array
 
 
 class SimulatedMover:
@@ -55,6 +56,9 @@ class SimulatedMover:
 
     def read(self, row: int, length: int) -> list[int]:
         """The content of a row, wherever its pages are, through mm's own page table."""
-        entries = self.device.memory.tables.mapped(row)
+        return self.content(self.device.memory.tables.mapped(row), length)
+
+    def content(self, entries: Int32Array, length: int) -> list[int]:
+        """Of the first `length` positions of pages that lie where these page table entries say."""
         pages = [self.device.pool[entry] if entry >= 0 else self.slots[-2 - entry] for entry in entries.tolist()]
         return np.array(pages, np.int64).reshape(-1)[:length].tolist()
